@@ -1,0 +1,58 @@
+"""The three messages that have a base class of the engine's: scheduler to worker, back, and the handshake."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from umbp.data import BlockLoadBatch, BlockStoreBatch, BlockTransferPlan, StoreEventResult
+
+
+@dataclass
+class UMBPConnectorMetadata(KVConnectorMetadata):
+    """What the workers shall move in one step; plans are the scheduler's, in keys of its own rank."""
+
+    async_load: bool = False
+    store_plans: list[BlockTransferPlan] = field(default_factory=list)
+    load_requests: dict[str, list[BlockTransferPlan] | BlockLoadBatch] = field(default_factory=dict)
+    store_requests: dict[str, list[BlockTransferPlan] | BlockStoreBatch] = field(default_factory=dict)
+    preempted_request_ids: set[str] = field(default_factory=set)
+    store_event: int = -1
+
+    def iter_store_plans(self) -> Iterator[BlockTransferPlan]:
+        """Loose plans, then each request's."""
+        for plans in self.store_plan_groups():
+            yield from plans
+
+    def store_plan_groups(self) -> list[Sequence[BlockTransferPlan]]:
+        """The same group by group, batches whole; an empty loose list is left out."""
+        loose: list[Sequence[BlockTransferPlan]] = [self.store_plans] if self.store_plans else []
+        return [*loose, *self.store_requests.values()]
+
+
+@dataclass
+class UMBPConnectorWorkerMetadata(KVConnectorWorkerMetadata):
+    """What workers report of the stores of finished steps, by store event."""
+
+    store_events: dict[int, StoreEventResult] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> UMBPConnectorWorkerMetadata:
+        """Take in another worker's report and return self; nothing is shared with `other` afterwards."""
+        if not isinstance(other, UMBPConnectorWorkerMetadata):
+            raise TypeError(f"can't aggregate {type(other).__name__} into {type(self).__name__}")
+        for event, result in other.store_events.items():
+            self.store_events.setdefault(event, StoreEventResult()).merge(result)
+        return self
+
+
+@dataclass(frozen=True)
+class UMBPHandshakeMetadata(KVConnectorHandshakeMetadata):
+    """What a worker derived; the scheduler adopts it."""
+
+    namespace: str
