@@ -1,7 +1,7 @@
 """The vocabulary: identity, layout, plans, jobs and the messages that carry them.
 
-Engine-neutral: needs neither torch nor vLLM. Three messages have a base class of the engine's; they are handed on
-from `umbp.connector.wire` when first asked for.
+Engine-neutral: needs neither torch nor vLLM. Three messages have a base class of the engine's; they are
+handed on from `umbp.connector.wire` when first asked for.
 """
 
 from __future__ import annotations

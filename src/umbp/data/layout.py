@@ -1,7 +1,7 @@
 """Where a block lies: an object's layout, and the pieces of device memory that make it up.
 
-The planner serves layouts whose blocks are one contiguous run a layer. It lives in the worker, in the thread that
-owns the connector.
+The planner serves layouts whose blocks are one contiguous run a layer. It lives in the worker, in the
+thread that owns the connector.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class KVLayoutPlanner:
     def register_kv_caches(self, kv_caches: Mapping[str, TensorLike]) -> None:
         """Learn addresses and physical strides of every planned layer; other layers are ignored.
 
-        `ValueError` if a layer is missing or can't be cut into the planned blocks; an older registration then holds.
+        `ValueError` if a layer is missing or can't be cut as planned; an older registration then holds.
         """
         missing = sorted({region.layer_name for region in self.regions} - kv_caches.keys())
         if missing:
