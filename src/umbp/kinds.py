@@ -1,4 +1,4 @@
-"""What values an option takes: one small class for each kind, sizes with units, and how a user's value is shown."""
+"""What values an option takes: a small class for each kind, sizes with units, how a user's value is shown."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 """Every option of UMBP, once: `Options` is the table, and `parse_options` the only reader of a user's input.
 
 An option is a field of `Options` whose metadata is its `Option` row: kind (type, unit, range), the modes in
-which it has an effect, and its meaning. The parser, the log line and README's table (`python -m umbp.options`)
-are made from these rows.
+which it has an effect, and its meaning. The parser, the log line and README's table, which
+`python -m umbp.options` prints, are made from these rows.
 
 The rules are strict, since a wrong option that passes shows itself much later, as a slow engine:
-- An unknown name and an option without effect in the mode are errors; the message gives the nearest right name.
+- An unknown name is an error that gives the nearest right one; so is an option without effect in the mode.
 - Flags are JSON's `true` and `false`: `"true"`, `1` and `0` are errors, and so are `true` for a number, `2.0`
   for a whole number, a number in quotes, and NaN.
-- A size is a whole number of bytes, or text with a unit written exactly (`64GiB`, `512 MiB`, `1.5TiB`, `10GB`):
-  KiB MiB GiB TiB count by 1024, KB MB GB TB by 1000; `64G` and `64gb` are errors. Fractions of a byte are
-  dropped. From one page to 1 PiB: more is a slip.
+- A size is a whole number of bytes, or text with a unit written exactly (`64GiB`, `512 MiB`, `10GB`): KiB MiB
+  GiB TiB count by 1024, KB MB GB TB by 1000; `64G` and `64gb` are errors. Fractions of a byte are dropped.
+  From one page to 1 PiB: more is a slip.
 - `null` is an error: whoever wants the default leaves the option out.
 """
 
@@ -96,7 +96,7 @@ class Options:
     key_namespace: str | None = _option(
         None,
         Text("text that isn't blank", word="auto"),
-        "separates pools whose bytes must never meet; a value of yours is used as it is, and you answer for it",
+        "separates pools whose bytes must never meet; your own value is used as it is, you answer for it",
         default='"auto"',
     )
     enable_lookup: bool = _option(True, Flag(), "restore what is stored; false: only store")
@@ -228,8 +228,8 @@ OPTIONS: Mapping[str, Option] = {
 def parse_options(extra: Mapping[str, object]) -> Options:
     """Checks `kv_connector_extra_config`; `ConfigError` of one line names the option and what to write.
 
-    A mode that is not built in is left to its plug-in: whether there is one and what `plugin_options` holds is
-    not checked here.
+    A mode that is not built in is left to its plug-in: whether there is one, and what `plugin_options` holds,
+    is not checked here.
     """
     if not isinstance(extra, Mapping):
         raise ConfigError(f"kv_connector_extra_config must be a JSON object, not {shown(extra)}")

@@ -1,0 +1,64 @@
+# `make help` lists the targets. Each builds or checks .venv first, which is quick when nothing has changed.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+PYTHON ?=
+export PYTHON
+BIN := .venv/bin
+NATIVE_SOURCES = $(shell find native -path '*/third_party' -prune -o -name '*.[ch]pp' -print -o -name '*.h' -print)
+OTHER_VLLM := .venv-vllm033/bin/python
+
+.PHONY: help setup demo test test-quick check format bench setup-vllm033 soak soak-pool clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## build .venv: vLLM's CPU build, the tools, the native core
+	@python="$$(scripts/find_python)" && "$$python" scripts/setup_env.py
+
+demo: setup  ## a real engine restores a long prompt from the pool (DEMO_ARGS=--json for programs)
+	@$(BIN)/umbp demo $(DEMO_ARGS)
+
+# pytest's exit code 5 says that no test was selected. 0.33 goes first, so that the main run's line comes last.
+test: setup  ## every test; those marked vllm033 on vLLM 0.33 too, where `make setup-vllm033` has run
+	@status=0; \
+	if [ -x $(OTHER_VLLM) ]; then \
+	  echo "-- vLLM 0.33: the tests marked vllm033"; \
+	  $(OTHER_VLLM) -m pytest -m "vllm033 and not soak" $(PYTEST_ARGS) || [ $$? -eq 5 ] || status=1; \
+	else \
+	  echo "-- vLLM 0.33 isn't set up here (make setup-vllm033): its tests are skipped"; \
+	fi; \
+	echo "-- every test"; \
+	$(BIN)/python -m pytest $(PYTEST_ARGS) || status=1; \
+	exit $$status
+
+test-quick: setup  ## the tests that start no engine
+	@$(BIN)/python -m pytest -m "not slow and not soak" $(PYTEST_ARGS)
+
+check: setup  ## lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(if $(NATIVE_SOURCES),$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES))
+	$(BIN)/mypy
+
+format: setup  ## format everything
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(if $(NATIVE_SOURCES),$(BIN)/clang-format -i $(NATIVE_SOURCES))
+
+bench: setup  ## the benchmarks, as ratios (BENCH_ARGS=--small for a short run)
+	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+setup-vllm033: setup  ## build .venv-vllm033: vLLM 0.33's Python files over the CPU build
+	@$(BIN)/python scripts/setup_vllm033.py
+
+soak: setup  ## the long runs (UMBP_SOAK_SECONDS each)
+	@$(BIN)/python -m pytest -m soak $(PYTEST_ARGS) || { [ $$? -eq 5 ] && echo "no soak test is there yet"; }
+
+soak-pool: setup  ## the long runs of the pool alone
+	@$(BIN)/python -m pytest -m soak tests/pool $(PYTEST_ARGS) || { [ $$? -eq 5 ] && echo "no soak test is there yet"; }
+
+clean:  ## remove what was built
+	rm -rf .venv .venv-vllm033 build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
