@@ -48,6 +48,10 @@ class Capabilities:
     """Both: the scheduler's `SupportsAttach` needs what each worker's `SupportsHandshakeExtra` made."""
     cancel: bool = False
     """Worker: `SupportsCancel`."""
+    usage: bool = False
+    """Worker: `SupportsUsage`."""
+    local: bool = False
+    """Worker: every job is copies within this host's memory, so `wait` lasts as long as those and no longer."""
 
 
 def capabilities_of(runtime: IUMBPRuntime) -> Capabilities:
@@ -282,5 +286,16 @@ class SupportsCancel(Protocol):
     def cancel(self, job: TransferJobState) -> None:
         """Ask that what has not begun be left out. The job becomes final as ever: `wait` or `poll` still tell
         when.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsUsage(Protocol):
+    """Capability `usage`, worker: what the rank's share of the pool holds, for metrics."""
+
+    def usage(self) -> Mapping[str, float]:
+        """`pool_capacity_bytes`, `pool_used_bytes`, `pool_objects`, `pool_pinned_objects`, and the running total
+        `evicted_objects`; cheap, never raises.
         """
         ...
