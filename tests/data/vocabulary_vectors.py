@@ -1,4 +1,4 @@
-"""The recorded inputs and right answers, and stand-ins for the engine's configuration objects they describe."""
+"""The recorded inputs and right answers, and stand-ins for the engine's objects that they describe."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ class BlockIdentityCodec:
         return localized
 
 
-def _hex(block_hash: bytes) -> str:
+def _hex(block_hash: Any) -> str:
     if not isinstance(block_hash, bytes) or not block_hash:
         raise ValueError(f"a block hash must be non-empty bytes, not {block_hash!r}")
     return block_hash.hex()

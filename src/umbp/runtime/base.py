@@ -1,5 +1,4 @@
-"""The runtime contract: what stores and restores objects, seen from the engine's scheduler and from its
-workers.
+"""The runtime contract: what keeps objects, seen from the engine's scheduler and from its workers.
 
 A runtime makes one handle for the scheduler and one for each worker. A handle is used by the one thread that
 owns its connector. Three Protocols are all that a runtime must offer; whatever more it can do it states in
@@ -51,7 +50,7 @@ class Capabilities:
     usage: bool = False
     """Worker: `SupportsUsage`."""
     local: bool = False
-    """Worker: every job is copies within this host's memory, so `wait` lasts as long as those and no longer."""
+    """Worker: a job is copies within this host's memory, so `wait` lasts as long as those and no longer."""
 
 
 def capabilities_of(runtime: IUMBPRuntime) -> Capabilities:
@@ -67,8 +66,7 @@ def capabilities_of(runtime: IUMBPRuntime) -> Capabilities:
 
 @runtime_checkable
 class IUMBPRuntime(Protocol):
-    """A way to keep objects. It may also have an attribute `capabilities: Capabilities`; none stated, none
-    used.
+    """A way to keep objects. What it states in an attribute `capabilities: Capabilities` is used, no more.
 
     Each side makes its own runtime in its own process; both get the same options. Making a handle may take
     seconds and may raise `UMBPError`, which stops the engine's start with that sentence.
@@ -89,7 +87,7 @@ class IUMBPRuntime(Protocol):
 
 @runtime_checkable
 class UMBPSchedulerHandle(Protocol):
-    """What the scheduler may ask. A call on a closed handle misses, refuses or does nothing; it never raises."""
+    """What the scheduler may ask. A closed handle misses, refuses or does nothing; it never raises."""
 
     def lookup(self, keys: Sequence[str]) -> Sequence[bool]:
         """Whether each key is published at this moment, in order and as long as `keys`.
@@ -137,8 +135,7 @@ class UMBPWorkerHandle(Protocol):
         ...
 
     def store(self, plans: Sequence[BlockTransferPlan]) -> TransferJobState:
-        """Start to copy blocks into objects and return the job at once; nobody can look them up before
-        `publish`.
+        """Start to copy blocks into objects, unseen before `publish`, and return the job at once.
 
         A key already stored, or a second one in the same batch, completes without a copy or with the same
         bytes. A key that finds no room fails alone. The caller must not let the blocks change until the job
@@ -157,15 +154,14 @@ class UMBPWorkerHandle(Protocol):
     def publish(self, job: TransferJobState) -> None:
         """Make a store's completed keys visible to lookups; failed keys stay invisible. Once is enough.
 
-        `ValueError` for a load and for a store that isn't final; a cancelled store publishes nothing.
+        `ValueError` for a load, for another handle's job and for a store that isn't final.
         """
         ...
 
     def close(self) -> None:
-        """End all jobs, then forget the buffers; what was not published is abandoned. A second call does
-        nothing.
+        """End all jobs, then forget the buffers; what was not published is abandoned.
 
-        A closed handle fails every key it is given.
+        A closed handle fails every key it is given; a second call does nothing.
         """
         ...
 
@@ -192,7 +188,7 @@ class SupportsRawLookup(Protocol):
     """Capability `lookup_raw`, scheduler: by block hash, without key texts."""
 
     def lookup_raw(self, group_id: int, block_hashes: Sequence[bytes]) -> int:
-        """How many leading blocks every rank of the handle's topology has published; bounded like `lookup`."""
+        """How many leading blocks every rank of the handle's topology has published; else like `lookup`."""
         ...
 
 
@@ -221,15 +217,13 @@ class SupportsLookupStates(Protocol):
     """Capability `lookup_states`, scheduler."""
 
     def lookup_states(self, keys: Sequence[str]) -> Sequence[LookupState]:
-        """`lookup` that tells a key being written from one that isn't there; a hit exactly where `lookup`
-        hits.
-        """
+        """`lookup` that tells a key being written from one that isn't there; hits are `lookup`'s."""
         ...
 
 
 @runtime_checkable
 class SupportsNote(Protocol):
-    """Capability `note`, scheduler: what the eviction policy may know of a request. Advice: nothing may fail."""
+    """Capability `note`, scheduler: what the eviction policy may know of a request. Advice; never raises."""
 
     def note(
         self,
@@ -251,9 +245,7 @@ class SupportsEvictedKeys(Protocol):
     """Capability `evicted_keys`, scheduler."""
 
     def take_evicted_keys(self) -> Sequence[str]:
-        """Keys of this namespace that went since the last call, each told once, oldest first; `clear`
-        included.
-        """
+        """Keys of this namespace that went since the last call, `clear` included; each once, oldest first."""
         ...
 
 
@@ -271,8 +263,7 @@ class SupportsAttach(Protocol):
     """Capability `attach`, scheduler: the handle misses everything until it is bound."""
 
     def bind_workers(self, extras: Mapping[Rank, HandshakeExtra]) -> None:
-        """Attach to what the workers made; called at start with every rank, and again after the engine has
-        slept.
+        """Attach to what all ranks' workers made; called at start, and again after the engine has slept.
 
         `UMBPError` stops the start with its sentence.
         """
@@ -284,9 +275,7 @@ class SupportsCancel(Protocol):
     """Capability `cancel`, worker."""
 
     def cancel(self, job: TransferJobState) -> None:
-        """Ask that what has not begun be left out. The job becomes final as ever: `wait` or `poll` still tell
-        when.
-        """
+        """Ask that what has not begun be left out; `wait` or `poll` tell as ever when the job is final."""
         ...
 
 
@@ -295,7 +284,7 @@ class SupportsUsage(Protocol):
     """Capability `usage`, worker: what the rank's share of the pool holds, for metrics."""
 
     def usage(self) -> Mapping[str, float]:
-        """`pool_capacity_bytes`, `pool_used_bytes`, `pool_objects`, `pool_pinned_objects`, and the running total
-        `evicted_objects`; cheap, never raises.
+        """`pool_capacity_bytes`, `pool_used_bytes`, `pool_objects`, `pool_pinned_objects`, and the running
+        total `evicted_objects`; cheap, never raises.
         """
         ...

@@ -23,7 +23,7 @@ BUILT_IN = {"embedded": ("umbp.runtime.embedded", "EmbeddedRuntime")}
 
 
 def create_runtime(options: Options) -> IUMBPRuntime:
-    """The runtime of `options.mode`; `ConfigError` of one sentence where there is none or it can't be made."""
+    """The runtime of `options.mode`; `ConfigError` of one sentence where there is none or it fails."""
     mode = options.mode
     if mode in BUILT_IN:
         module, name = BUILT_IN[mode]
@@ -52,22 +52,17 @@ def _plug_in(mode: str) -> EntryPoint:
 
 
 def _made_by_plug_in(point: EntryPoint, options: Options) -> IUMBPRuntime:
-    """Load and call a plug-in. Its code is not ours: whatever it raises becomes one sentence that names it."""
+    """Load and call a plug-in. Its code isn't ours: what it raises becomes one sentence that names it."""
+    who = f"the plug-in of mode {shown(point.name)} ({_origin(point)})"
     try:
         make: Callable[[Options], IUMBPRuntime] = point.load()
         runtime = make(options)
     except UMBPError:
         raise
     except Exception as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            f"the plug-in of mode {shown(point.name)} ({_origin(point)}) failed: {cause}"
-        ) from error
+        raise ConfigError(f"{who} failed: {type(error).__name__}: {error}") from error
     if not isinstance(runtime, IUMBPRuntime):
-        raise ConfigError(
-            f"the plug-in of mode {shown(point.name)} ({_origin(point)}) returned a {type(runtime).__name__}, "
-            "which can't make handles"
-        )
+        raise ConfigError(f"{who} returned a {type(runtime).__name__}, which can't make handles")
     capabilities_of(runtime)
     return runtime
 

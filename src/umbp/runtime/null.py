@@ -8,6 +8,7 @@ unwanted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from weakref import WeakSet
 
 from umbp.data import (
     BlockTransferPlan,
@@ -72,7 +73,10 @@ class NullSchedulerHandle:
 
 
 class NullWorkerHandle:
-    """Refuses: a job of its is over when it is returned."""
+    """Refuses: its jobs are over when they are returned."""
+
+    def __init__(self) -> None:
+        self._stores: WeakSet[TransferJobState] = WeakSet()
 
     def register_buffers(self, kv_caches: Mapping[str, TensorLike]) -> None: ...
 
@@ -80,7 +84,9 @@ class NullWorkerHandle:
         return refused(plans, "nothing is kept")
 
     def store(self, plans: Sequence[BlockTransferPlan]) -> TransferJobState:
-        return refused(plans, "nothing is kept")
+        job = refused(plans, "nothing is kept")
+        self._stores.add(job)
+        return job
 
     def wait(self, job: TransferJobState) -> TransferJobState:
         return job
@@ -88,7 +94,9 @@ class NullWorkerHandle:
     def poll(self, job: TransferJobState) -> TransferJobState | None:
         return job
 
-    def publish(self, job: TransferJobState) -> None: ...
+    def publish(self, job: TransferJobState) -> None:
+        if job not in self._stores:
+            raise ValueError("only a store of this handle can be published")
 
     def cancel(self, job: TransferJobState) -> None: ...
 
