@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from umbp.data import BlockLoadBatch, BlockStoreBatch, BlockTransferPlan, StoreEventResult
+from umbp.runtime.base import HandshakeExtra
 
 
 @dataclass
@@ -24,6 +25,8 @@ class UMBPConnectorMetadata(KVConnectorMetadata):
     store_requests: dict[str, list[BlockTransferPlan] | BlockStoreBatch] = field(default_factory=dict)
     preempted_request_ids: set[str] = field(default_factory=set)
     store_event: int = -1
+    load_events: dict[str, int] = field(default_factory=dict)
+    """The event number of each load of `load_requests`, by request."""
 
     def iter_store_plans(self) -> Iterator[BlockTransferPlan]:
         """Loose plans, then each request's."""
@@ -38,16 +41,18 @@ class UMBPConnectorMetadata(KVConnectorMetadata):
 
 @dataclass
 class UMBPConnectorWorkerMetadata(KVConnectorWorkerMetadata):
-    """What workers report of the stores of finished steps, by store event."""
+    """What workers report of finished stores and loads, by event number."""
 
     store_events: dict[int, StoreEventResult] = field(default_factory=dict)
+    load_events: dict[int, StoreEventResult] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> UMBPConnectorWorkerMetadata:
         """Take in another worker's report and return self; nothing is shared with `other` afterwards."""
         if not isinstance(other, UMBPConnectorWorkerMetadata):
             raise TypeError(f"can't aggregate {type(other).__name__} into {type(self).__name__}")
-        for event, result in other.store_events.items():
-            self.store_events.setdefault(event, StoreEventResult()).merge(result)
+        for mine, theirs in ((self.store_events, other.store_events), (self.load_events, other.load_events)):
+            for event, result in theirs.items():
+                mine.setdefault(event, StoreEventResult()).merge(result)
         return self
 
 
@@ -56,3 +61,10 @@ class UMBPHandshakeMetadata(KVConnectorHandshakeMetadata):
     """What a worker derived; the scheduler adopts it."""
 
     namespace: str
+
+
+@dataclass(frozen=True)
+class UMBPPoolHandshakeMetadata(UMBPHandshakeMetadata):
+    """The same, with what the worker's runtime made and the scheduler's must attach to."""
+
+    extra: HandshakeExtra = field(default_factory=dict)

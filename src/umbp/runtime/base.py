@@ -111,18 +111,16 @@ class UMBPSchedulerHandle(Protocol):
 
 @runtime_checkable
 class UMBPWorkerHandle(Protocol):
-    """What a worker may ask. Plans come as a list, or as one of the two batches, and in the worker's own
-    keys.
+    """What a worker may ask. Plans come in the worker's own keys, as a list or as one of the two batches.
 
     Plans may carry ranges; those without are resolved by block and group against the registered buffers.
     """
 
     def register_buffers(self, kv_caches: Mapping[str, TensorLike]) -> None:
-        """Learn the KV caches by layer, each unique allocation once; the caller keeps them alive until
-        `close`.
+        """Learn the KV caches by layer, each unique allocation once; they live until `close`.
 
-        May be called again with other buffers while no job runs; `ValueError` leaves the last good
-        registration.
+        May be called again with other buffers while no job runs; after a `ValueError` the last good
+        registration holds.
         """
         ...
 

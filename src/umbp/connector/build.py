@@ -1,0 +1,104 @@
+"""Builds each role's half from vLLM's configuration: the one place that reads it; all below sees our frozen values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from umbp.connector import support
+from umbp.connector.identity import worker_namespace
+from umbp.connector.scheduler import SchedulerSide
+from umbp.connector.scheduler.pool_view import PoolView
+from umbp.connector.worker import WorkerSide
+from umbp.data import KVLayoutPlanner, KVRegion, RankTopology
+from umbp.data.identity import layer_spec
+from umbp.options import Options, parse_options
+from umbp.runtime.base import IUMBPRuntime
+from umbp.runtime.factory import create_runtime
+from umbp.runtime.wrap.faulty import FAULTS_VARIABLE, FaultPlan, FaultyRuntime
+
+logger = init_logger("vllm.umbp")
+
+
+def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerSide:
+    """The scheduler's half; raises `ConfigError` of one sentence for what can't be served."""
+    options = _checked_options(vllm_config, kv_cache_config)
+    support.warn_of_risks(vllm_config, options)
+    logger.info("UMBP: %s", options.describe())
+    topology = RankTopology.from_vllm_config(vllm_config)
+    transfer = _transfer(vllm_config)
+    return SchedulerSide(
+        PoolView(_runtime(options), topology),
+        options,
+        block_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        ranks=topology.rank_count,
+        reads=transfer.is_kv_consumer,
+        writes=transfer.is_kv_producer,
+    )
+
+
+def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerSide:
+    """One rank's half; raises `ConfigError` or `SegmentError` of one sentence for what can't be served."""
+    options = _checked_options(vllm_config, kv_cache_config)
+    return WorkerSide(
+        _runtime(options),
+        options,
+        worker_namespace(vllm_config, kv_cache_config),
+        RankTopology.from_vllm_config(vllm_config),
+        object_planner(kv_cache_config),
+    )
+
+
+def object_planner(kv_cache_config: KVCacheConfig) -> KVLayoutPlanner:
+    """The object's side of the layout: which layers of which group, in which order.
+
+    How a block lies in memory is read from the registered tensors' strides instead, so that layouts whose blocks
+    are several runs are served too; a region's stride is only an upper bound here.
+    """
+    group_of = {
+        layer: (group_id, group)
+        for group_id, group in enumerate(kv_cache_config.kv_cache_groups)
+        if group.enable_kv_transfer
+        for layer in group.layer_names
+    }
+    regions = []
+    offset = 0
+    for tensor in kv_cache_config.kv_cache_tensors:
+        for layer in tensor.layers:
+            if layer not in group_of:
+                continue
+            group_id, group = group_of[layer]
+            spec = layer_spec(group.kv_cache_spec, layer)
+            size = spec.page_size_bytes
+            regions.append(
+                KVRegion(layer, group_id, max(size, tensor.block_stride), size, offset, spec.block_size)
+            )
+            offset += size
+    return KVLayoutPlanner(regions)
+
+
+def _checked_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Options:
+    options = parse_options(_transfer(vllm_config).kv_connector_extra_config)
+    support.require_supported(vllm_config, kv_cache_config)
+    support.require_shareable_hashes(vllm_config, options)
+    return options
+
+
+def _runtime(options: Options, environment: Mapping[str, str] = os.environ) -> IUMBPRuntime:
+    """The mode's runtime, with faults injected where the environment asks for them (tests only)."""
+    runtime = create_runtime(options)
+    faults = environment.get(FAULTS_VARIABLE)
+    if not faults:
+        return runtime
+    logger.warning("UMBP: %s is set: transfers are made to fail on purpose (%s)", FAULTS_VARIABLE, faults)
+    return FaultyRuntime(runtime, FaultPlan.parse(faults))
+
+
+def _transfer(vllm_config: VllmConfig) -> KVTransferConfig:
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None, "vLLM builds a connector only with a kv_transfer_config"
+    return transfer

@@ -1,0 +1,151 @@
+"""Every touch of this package on vLLM's internals, in one place.
+
+Pure functions over vLLM's configuration, requests and block pool. Both roles use them; nothing here keeps state.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+SUPPORTED_VERSIONS = ("0.32", "0.33")
+"""The vLLM minor versions whose hooks this connector was written for and is tested with."""
+
+_RANDOM_SEED_ALGORITHMS = frozenset({"xxhash", "xxhash_cbor"})
+"""Prefix hash algorithms that vLLM seeds at random in each process unless PYTHONHASHSEED is set."""
+
+
+def vllm_minor_version() -> str:
+    """The running vLLM's `major.minor`."""
+    return ".".join(vllm.__version__.split(".")[:2])
+
+
+def is_supported_version() -> bool:
+    """Whether this vLLM is one that the connector is tested with."""
+    return vllm_minor_version() in SUPPORTED_VERSIONS
+
+
+def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Tokens per entry of `Request.block_hashes`."""
+    resolved = getattr(kv_cache_config, "hash_block_size", None) or vllm_config.cache_config.hash_block_size
+    return int(resolved or vllm_config.cache_config.block_size)
+
+
+def unsupported_cache_group(kv_cache_config: KVCacheConfig) -> str | None:
+    """Why this cache configuration can't be served, naming the group; None where it can."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        return f"the model has {len(groups)} KV cache groups ({kinds or 'none'})"
+    specs = _layer_specs(groups[0].kv_cache_spec)
+    for spec in specs:
+        kind = type(spec).__name__
+        if isinstance(spec, MLAAttentionSpec):
+            return f"KV cache group 0 is latent attention (MLA, {kind})"
+        if not isinstance(spec, FullAttentionSpec):
+            return f"KV cache group 0 is of kind {kind}"
+        if spec.sliding_window is not None:
+            return f"KV cache group 0 has a sliding window of {spec.sliding_window} tokens"
+        if spec.attention_chunk_size is not None:
+            return f"KV cache group 0 has chunked local attention of {spec.attention_chunk_size} tokens"
+    return None
+
+
+def _layer_specs(spec: Any) -> Sequence[Any]:
+    per_layer = getattr(spec, "kv_cache_specs", None)
+    return list(per_layer.values()) if per_layer is not None else [spec]
+
+
+def hash_seed(vllm_config: VllmConfig) -> str:
+    """The seed of the prefix hashes as any process of the engine can tell it: PYTHONHASHSEED where set,
+    "default" for the algorithms with vLLM's fixed seed, "random" for the others.
+
+    A worker can't ask vLLM for it: the seed is set in the engine core's process alone.
+    """
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is not None:
+        return seed
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    return "random" if algorithm in _RANDOM_SEED_ALGORITHMS else "default"
+
+
+def attention_formats(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
+    """How each transferred layer's backend lays KV out inside a block, as sorted distinct names.
+
+    On CPUs the layout also follows the instruction set, so that is part of the name. Worker process only:
+    the layers live there.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    names = set()
+    for group in kv_cache_config.kv_cache_groups:
+        for layer_name in group.layer_names:
+            name = layers[layer_name].get_attn_backend().get_name()
+            if name == "CPU_ATTN":
+                name += ":" + _cpu_attention_isa(vllm_config, group.kv_cache_spec)
+            names.add(name)
+    return sorted(names)
+
+
+def _cpu_attention_isa(vllm_config: VllmConfig, spec: Any) -> str:
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    head_size = getattr(_layer_specs(spec)[0], "head_size", None)
+    return _get_attn_isa(
+        vllm_config.model_config.dtype, spec.block_size, head_size, vllm_config.cache_config.cache_dtype
+    )
+
+
+def worker_rank_in_engine(vllm_config: VllmConfig) -> int:
+    """This worker's index among its engine's workers, from 0."""
+    return int(vllm_config.parallel_config.rank)
+
+
+def has_forward(forward_context: Any) -> bool:
+    """Whether the step that this context belongs to runs the model."""
+    return forward_context is not None and forward_context.attn_metadata is not None
+
+
+def scheduled_requests(output: SchedulerOutput) -> Iterable[tuple[str, int]]:
+    """Of each request that computes in this step: its id and how many tokens will be computed after it."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
+    cached = output.scheduled_cached_reqs
+    for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield request_id, computed + output.num_scheduled_tokens[request_id]
+
+
+def preempted_requests(output: SchedulerOutput) -> Iterable[str]:
+    """Ids of the requests that lost their blocks since the last step."""
+    return output.preempted_req_ids or ()
+
+
+def block_table(output: SchedulerOutput, request_id: str) -> list[int] | None:
+    """A scheduled request's current block ids of the one cache group, exact also after a resume."""
+    state = output.kv_connector_block_state
+    tables = None if state is None else state.get_block_ids(request_id)
+    return None if tables is None else tables[0]
+
+
+def reads_prefix_cache(request: Request) -> bool:
+    """Whether this request may be served from cached prefixes at all."""
+    return not getattr(request, "skip_reading_prefix_cache", False)
+
+
+def pin_blocks(pool: BlockPool, block_ids: Sequence[int]) -> None:
+    """Keep these blocks from being given to anyone else; each call wants one `unpin_blocks`."""
+    pool.touch([pool.blocks[block_id] for block_id in block_ids])
+
+
+def unpin_blocks(pool: BlockPool, block_ids: Sequence[int]) -> None:
+    """Give back one pin of each block; the last of a prefix becomes the first to be reused."""
+    pool.free_blocks([pool.blocks[block_id] for block_id in reversed(block_ids)])

@@ -1,0 +1,181 @@
+"""The class that vLLM loads: its hooks and nothing else. Each role's object is built once and does the work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.stats import CacheHitSource
+
+from umbp.connector import compat
+from umbp.connector.build import build_scheduler_side, build_worker_side
+from umbp.connector.scheduler import SchedulerSide
+from umbp.connector.stats import UMBPPromMetrics, UMBPStats
+from umbp.connector.wire import UMBPConnectorMetadata, UMBPHandshakeMetadata
+from umbp.connector.worker import WorkerSide
+from umbp.data import RankTopology
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class UMBPStoreConnector(KVConnectorBase_V1):
+    """Restores prefixes from a pool that outlives the engine's own cache, for models with one full-attention group."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = build_scheduler_side(vllm_config, kv_cache_config)
+        else:
+            self._worker = build_worker_side(vllm_config, kv_cache_config)
+
+    @property
+    def scheduler_side(self) -> SchedulerSide:
+        """The scheduler's half; only in the scheduler's process."""
+        assert self._scheduler is not None, "a scheduler hook was called on a worker's connector"
+        return self._scheduler
+
+    @property
+    def worker_side(self) -> WorkerSide:
+        """The worker's half; only in a worker's process."""
+        assert self._worker is not None, "a worker hook was called on a scheduler's connector"
+        return self._worker
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: what is not stored is recomputed."""
+        return False
+
+    # Scheduler
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        topology = RankTopology.from_vllm_config(self._vllm_config)
+        reports = {}
+        for rank in topology.all_namespaces():
+            tp, _, _, pp = rank
+            report = metadata.get((pp, tp))
+            if isinstance(report, UMBPHandshakeMetadata):
+                reports[rank] = report
+        self.scheduler_side.bind_workers(reports)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self.scheduler_side.bind_block_pool(gpu_block_pool)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self.scheduler_side.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        (block_ids,) = blocks.get_block_ids()
+        self.scheduler_side.admit(request, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self.scheduler_side.plan_step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.scheduler_side.settle(connector_output)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        # Blocks that are still being stored have pins of their own, so the request's can go at once.
+        self.scheduler_side.finish(request)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler_side.has_pending_stores()
+
+    def reset_cache(self) -> bool | None:
+        return self.scheduler_side.reset()
+
+    # Worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker_side.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self.worker_side.handshake()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self.worker_side.start_loads(self._metadata(), compat.has_forward(forward_context))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: loads that feed a forward are complete before it starts."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Nothing to do: whole blocks are stored after the forward."""
+
+    def wait_for_save(self) -> None:
+        self.worker_side.submit_stores(self._metadata())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self.worker_side.collect()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker_side.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self.worker_side.take_report()
+
+    def _metadata(self) -> UMBPConnectorMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, UMBPConnectorMetadata)
+        return metadata
+
+    # Both
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return (self._worker or self.scheduler_side).take_stats()
+
+    def shutdown(self) -> None:
+        (self._worker or self.scheduler_side).close()
+
+    # What vLLM's front end asks of the class
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return UMBPStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return UMBPPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

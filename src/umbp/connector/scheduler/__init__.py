@@ -1,0 +1,267 @@
+"""The scheduler's half of the connector: three questions in three modules, wired here.
+
+*match*: how much of a prompt is stored. *plan*: what a step loads and stores. *account*: what is in flight.
+Runs in the engine core's process, on its one thread; nothing here blocks longer than the runtime's lookups do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from umbp.connector import compat
+from umbp.connector.scheduler.account import Ledger, LoadEntry, Quarantine, StoreEntry
+from umbp.connector.scheduler.match import Matcher
+from umbp.connector.scheduler.plan import BlockSpan, Planner
+from umbp.connector.scheduler.pool_view import PoolView
+from umbp.connector.scheduler.state import RequestState
+from umbp.connector.stats import UMBPStats
+from umbp.connector.wire import (
+    UMBPConnectorMetadata,
+    UMBPConnectorWorkerMetadata,
+    UMBPHandshakeMetadata,
+    UMBPPoolHandshakeMetadata,
+)
+from umbp.data import BlockLoadBatch, Rank, StoreEventResult
+from umbp.errors import InvariantError
+from umbp.options import Options
+from umbp.runtime.base import HandshakeExtra
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.umbp")
+
+
+class SchedulerSide:
+    """What vLLM's scheduler asks of the connector, in the order that it asks."""
+
+    def __init__(
+        self,
+        pool: PoolView,
+        options: Options,
+        *,
+        block_tokens: int,
+        ranks: int,
+        reads: bool,
+        writes: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options = options
+        self._block_tokens = block_tokens
+        self._pool = pool
+        self._quarantine = Quarantine(clock)
+        self._matcher = Matcher(pool, self._quarantine, options, block_tokens, reads)
+        self._planner = Planner(pool, options, block_tokens, writes)
+        self._loads: Ledger[LoadEntry] = Ledger(ranks, self._close_load)
+        self._stores: Ledger[StoreEntry] = Ledger(ranks, self._close_store)
+        self._requests: dict[str, RequestState] = {}
+        self._admitted: dict[str, tuple[int, BlockLoadBatch]] = {}
+        self._stores_before_reset: frozenset[int] = frozenset()
+        self._block_pool: BlockPool | None = None
+        self._stats = UMBPStats()
+
+    # Start
+
+    def bind_block_pool(self, block_pool: BlockPool) -> None:
+        self._block_pool = block_pool
+
+    def bind_workers(self, reports: Mapping[Rank, UMBPHandshakeMetadata]) -> None:
+        """Adopt the workers' namespace and attach to their pools; called at start, and again after a sleep."""
+        extras: dict[Rank, HandshakeExtra] = {
+            rank: report.extra if isinstance(report, UMBPPoolHandshakeMetadata) else {}
+            for rank, report in reports.items()
+        }
+        self._pool.open({rank: report.namespace for rank, report in reports.items()}, extras)
+
+    # One request
+
+    def match(self, request: Request, computed_tokens: int) -> tuple[int, bool]:
+        """How many tokens beyond `computed_tokens` the pool can restore, and whether beside the engine's steps."""
+        if self._stores_before_reset:
+            return 0, False
+        tokens = self._matcher.match(self._state(request), computed_tokens)
+        return tokens, tokens > 0 and self._options.load_async
+
+    def admit(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
+        """The engine has blocks for the request and wants `external_tokens` of what was promised, or none."""
+        state = self._state(request)
+        self._count_admission(state, external_tokens)
+        if external_tokens == 0:
+            # The second call of a finished asynchronous load, or a hit that is not wanted.
+            self._matcher.withdraw(state)
+            return
+        if state.promise is None or state.answer is None:
+            raise InvariantError(f"request {request.request_id} is given {external_tokens} unpromised tokens")
+        start = state.answer.local_blocks
+        end = start + -(-external_tokens // self._block_tokens)
+        span = BlockSpan(tuple(block_ids[start:end]), tuple(request.block_hashes[start:end]), None)
+        entry = LoadEntry(
+            request.request_id, state.promise.owner, span.block_ids, span.block_hashes, external_tokens
+        )
+        # The load owns the promise from here on: it outlives the request if that is aborted.
+        state.promise = None
+        state.answer = None
+        state.is_loading = True
+        batch = self._planner.load_batch(request.request_id, span)
+        self._admitted[request.request_id] = (self._loads.open(entry), batch)
+
+    def finish(self, request: Request) -> None:
+        """The request has ended or was aborted, at whatever point; its loads and stores settle by themselves."""
+        state = self._requests.pop(request.request_id, None)
+        if state is None:
+            return
+        self._matcher.withdraw(state)
+        if state.was_counted:
+            self._note(state, "end")
+
+    # One step
+
+    def plan_step(self, output: SchedulerOutput) -> UMBPConnectorMetadata:
+        """What the workers shall do in this step; the stores' source blocks are pinned until all have reported."""
+        meta = UMBPConnectorMetadata(async_load=self._options.load_async)
+        for request_id in compat.preempted_requests(output):
+            meta.preempted_request_ids.add(request_id)
+            if (state := self._requests.get(request_id)) is not None:
+                self._matcher.withdraw(state)
+                state.forget_blocks()
+        for request_id, (event, batch) in self._admitted.items():
+            meta.load_requests[request_id] = batch
+            meta.load_events[request_id] = event
+        self._admitted = {}
+        self._plan_stores(output, meta)
+        return meta
+
+    def _plan_stores(self, output: SchedulerOutput, meta: UMBPConnectorMetadata) -> None:
+        pinned: list[int] = []
+        for request_id, computed_tokens in compat.scheduled_requests(output):
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            span = self._planner.storable(state, computed_tokens, output)
+            if span is not None:
+                meta.store_requests[request_id] = self._planner.store_batch(request_id, span)
+                pinned.extend(span.block_ids)
+        if pinned:
+            assert self._block_pool is not None
+            compat.pin_blocks(self._block_pool, pinned)
+            meta.store_event = self._stores.open(StoreEntry(tuple(pinned), self._block_tokens))
+
+    def settle(self, output: KVConnectorOutput) -> None:
+        """Take in what the workers report."""
+        if output.invalid_block_ids:
+            self._remember_failures(output.invalid_block_ids)
+        report = output.kv_connector_worker_meta
+        if not isinstance(report, UMBPConnectorWorkerMetadata):
+            return
+        for event, result in report.load_events.items():
+            self._loads.report(event, result)
+        for event, result in report.store_events.items():
+            self._stores.report(event, result)
+            self._settle_reset(event)
+
+    def has_pending_stores(self) -> bool:
+        """Whether source blocks are pinned, so that the engine must keep stepping to get them back."""
+        return len(self._stores) > 0
+
+    # The whole pool
+
+    def reset(self) -> bool:
+        """Remove the namespace's objects; what was computed before is neither stored nor promised any more.
+
+        Stores that are under way may still publish old bytes: until they have ended nothing is promised, and then
+        the pool is cleared once more.
+        """
+        for state in self._requests.values():
+            self._matcher.withdraw(state)
+            state.is_stale = state.tracker.saved_tokens > 0 or state.is_loading or state.was_counted
+        self._stores_before_reset = self._stores.events()
+        return self._pool.clear()
+
+    def _settle_reset(self, event: int) -> None:
+        if event not in self._stores_before_reset or event in self._stores.events():
+            return
+        self._stores_before_reset -= {event}
+        if not self._stores_before_reset:
+            self._pool.clear()
+
+    def take_stats(self) -> UMBPStats | None:
+        return self._stats.take()
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def audit(self) -> None:
+        """Raise `InvariantError` on a broken account; a drained scheduler has nothing open and nothing promised."""
+        self._loads.audit()
+        self._stores.audit()
+        for request_id, state in self._requests.items():
+            if state.promise is not None and state.is_loading:
+                raise InvariantError(f"request {request_id} loads and is promised more: {state}")
+            if state.request.request_id != request_id:
+                raise InvariantError(f"request {request_id} is kept as {state.request.request_id}")
+
+    # Inside
+
+    def _state(self, request: Request) -> RequestState:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            state = self._requests[request.request_id] = RequestState(request)
+        return state
+
+    def _count_admission(self, state: RequestState, external_tokens: int) -> None:
+        if state.was_counted:
+            return
+        state.was_counted = True
+        if state.answer is not None:
+            asked_blocks = state.answer.limit_blocks - state.answer.local_blocks
+            self._stats.add("asked_tokens", max(asked_blocks, 0) * self._block_tokens)
+        self._stats.add("hit_tokens", external_tokens)
+        self._note(state, "admit")
+
+    def _note(self, state: RequestState, phase: str) -> None:
+        request = state.request
+        reason: Any = request.get_finished_reason() if phase == "end" else None
+        output_tokens = request.num_output_tokens if phase == "end" else 0
+        finish = "" if reason is None else str(reason)
+        self._pool.note(request.request_id, phase, request.block_hashes, output_tokens, finish)
+
+    def _remember_failures(self, invalid_block_ids: set[int]) -> None:
+        """Mark every request with a failed load, so that it is computed and not promised the same again.
+
+        A failed load before a forward taints all that the step computed, so every mark of what is stored goes back
+        to the start: blocks that are in the pool already cost a lookup, no copy.
+        """
+        for entry in self._loads.entries():
+            if invalid_block_ids.isdisjoint(entry.block_ids):
+                continue
+            state = self._requests.get(entry.request_id)
+            if state is not None and not state.has_failed_load:
+                state.has_failed_load = True
+                self._stats.add("failed_load_requests", 1)
+        for state in self._requests.values():
+            state.tracker.saved_tokens = 0
+
+    def _close_load(self, entry: LoadEntry, result: StoreEventResult) -> None:
+        self._pool.unhold(entry.owner)
+        failed = {block_hash for _, block_hash in result.failed_objects}
+        for block_hash in failed:
+            self._quarantine.add(block_hash)
+        failed_tokens = min(len(failed) * self._block_tokens, entry.tokens)
+        self._stats.add("failed_load_tokens", failed_tokens)
+        self._stats.add("loaded_tokens", entry.tokens - failed_tokens)
+        if (state := self._requests.get(entry.request_id)) is not None:
+            state.is_loading = False
+
+    def _close_store(self, entry: StoreEntry, result: StoreEventResult) -> None:
+        assert self._block_pool is not None
+        compat.unpin_blocks(self._block_pool, entry.block_ids)
+        dropped = min(len(result.failed_objects), len(entry.block_ids))
+        self._stats.add("dropped_store_tokens", dropped * entry.block_tokens)
+        self._stats.add("stored_tokens", (len(entry.block_ids) - dropped) * entry.block_tokens)

@@ -1,0 +1,127 @@
+"""What is in flight between a plan and the reports of all ranks: loads with their promises, stores with their pins.
+
+Scheduler thread only. An entry is opened once, and closed by the last rank's report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from umbp.data import StoreEventResult
+from umbp.errors import InvariantError
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEntry:
+    """One request's load: the blocks it fills, and the promise that keeps its objects in the pool."""
+
+    request_id: str
+    owner: str
+    block_ids: tuple[int, ...]
+    block_hashes: tuple[bytes, ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEntry:
+    """One step's stores: the source blocks, pinned in the engine's pool, and how many tokens they hold."""
+
+    block_ids: tuple[int, ...]
+    block_tokens: int
+
+
+Entry = TypeVar("Entry", LoadEntry, StoreEntry)
+
+
+@dataclass(slots=True)
+class _Open(Generic[Entry]):
+    entry: Entry
+    result: StoreEventResult = field(default_factory=StoreEventResult)
+
+
+class Ledger(Generic[Entry]):
+    """Entries by event number, open until each of `ranks` workers has reported.
+
+    `close(entry, result)` is called exactly once an entry, when the last report is in.
+    """
+
+    def __init__(self, ranks: int, close: Callable[[Entry, StoreEventResult], None]) -> None:
+        self._ranks = ranks
+        self._close = close
+        self._open: dict[int, _Open[Entry]] = {}
+        self._next_event = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __repr__(self) -> str:
+        return f"Ledger(open={sorted(self._open)}, ranks={self._ranks})"
+
+    def open(self, entry: Entry) -> int:
+        """Start an entry; returns its event number, which workers report under."""
+        event = self._next_event
+        self._next_event += 1
+        self._open[event] = _Open(entry)
+        return event
+
+    def report(self, event: int, result: StoreEventResult) -> None:
+        """Take in what some workers say; a number that isn't open is ignored, as its entry is settled."""
+        opened = self._open.get(event)
+        if opened is None:
+            return
+        opened.result.merge(result)
+        if opened.result.completed_workers >= self._ranks:
+            del self._open[event]
+            self._close(opened.entry, opened.result)
+
+    def events(self) -> frozenset[int]:
+        """The numbers that are open now."""
+        return frozenset(self._open)
+
+    def entries(self) -> Iterator[Entry]:
+        """What is in flight, oldest first."""
+        return (opened.entry for opened in self._open.values())
+
+    def audit(self) -> None:
+        """Raise `InvariantError` where an entry should have been closed, or was numbered wrongly."""
+        for event, opened in self._open.items():
+            if not 0 <= event < self._next_event:
+                raise InvariantError(f"event {event} was never opened (next is {self._next_event})")
+            if opened.result.completed_workers >= self._ranks:
+                raise InvariantError(f"event {event} has all reports and is still open: {opened}")
+
+
+class Quarantine:
+    """Block hashes that failed to load, not to be promised again for a while. Bounded: the oldest leave first."""
+
+    def __init__(self, clock: Callable[[], float], seconds: float = 30.0, limit: int = 65_536) -> None:
+        self._clock = clock
+        self._seconds = seconds
+        self._limit = limit
+        self._until: dict[bytes, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def add(self, block_hash: bytes) -> None:
+        self._until.pop(block_hash, None)
+        while len(self._until) >= self._limit:
+            del self._until[next(iter(self._until))]
+        self._until[block_hash] = self._clock() + self._seconds
+
+    def healthy_prefix(self, block_hashes: Sequence[bytes]) -> int:
+        """How many leading hashes aren't in quarantine."""
+        self._expire()
+        if not self._until:
+            return len(block_hashes)
+        return next((i for i, h in enumerate(block_hashes) if h in self._until), len(block_hashes))
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._until:
+            oldest = next(iter(self._until))
+            if self._until[oldest] > now:
+                return
+            del self._until[oldest]

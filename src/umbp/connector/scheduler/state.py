@@ -1,0 +1,55 @@
+"""What the scheduler side knows of one request, from its arrival to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from umbp.data import RequestTracker
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Blocks `[start, end)` of a request that are in the pool on every rank, kept there under `owner`.
+
+        0 ......... start ......... end ......... limit
+        | the engine's own | promised | to compute |
+    """
+
+    owner: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The last reply to the engine's question, so that asking again while nothing changed costs nothing."""
+
+    local_blocks: int
+    limit_blocks: int
+    blocks: int
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One request. Mutable; owned by the scheduler's thread."""
+
+    request: Request
+    tracker: RequestTracker = field(default_factory=RequestTracker)
+    answer: Answer | None = None
+    promise: Promise | None = None
+    is_loading: bool = False
+    has_failed_load: bool = False
+    is_stale: bool = False
+    """Computed before a reset: its blocks must not be stored any more."""
+    was_counted: bool = False
+    """Asked and hit tokens are counted at the first admission alone."""
+
+    def forget_blocks(self) -> None:
+        """The engine took its blocks away: whatever it computes next is new."""
+        self.tracker.replace_blocks(())
+        self.answer = None
+        self.is_stale = False

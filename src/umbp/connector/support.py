@@ -1,0 +1,73 @@
+"""What this connector refuses when an engine starts, and what it warns of. Pure checks over the configuration."""
+
+from __future__ import annotations
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from umbp.connector import compat
+from umbp.errors import ConfigError
+from umbp.options import Options
+
+logger = init_logger("vllm.umbp")
+
+
+def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise a one-sentence `ConfigError` for an engine whose KV cache this version can't keep."""
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        _refuse(f"pipeline parallelism (pipeline_parallel_size={parallel.pipeline_parallel_size})")
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        _refuse(f"prefill context parallelism (size {parallel.prefill_context_parallel_size})")
+    if parallel.decode_context_parallel_size > 1:
+        _refuse(f"decode context parallelism (size {parallel.decode_context_parallel_size})")
+    if vllm_config.speculative_config is not None:
+        _refuse(f"speculative decoding (method {vllm_config.speculative_config.method!r})")
+    reason = compat.unsupported_cache_group(kv_cache_config)
+    if reason is not None:
+        _refuse(f"this model: {reason}")
+    block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    hash_tokens = compat.hash_block_tokens(vllm_config, kv_cache_config)
+    if hash_tokens != block_tokens:
+        _refuse(f"prefix hashes of {hash_tokens} tokens beside KV blocks of {block_tokens} tokens")
+
+
+def _refuse(what: str) -> None:
+    raise ConfigError(
+        f"UMBP does not support {what} yet; it keeps full-attention models under tensor parallelism only: "
+        "start vLLM without --kv-transfer-config, or without that feature"
+    )
+
+
+def require_shareable_hashes(vllm_config: VllmConfig, options: Options) -> None:
+    """Refuse prefix hashes that differ from process to process where a pool outlives or spans processes."""
+    if options.mode != "embedded" and compat.hash_seed(vllm_config) == "random":
+        algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+        raise ConfigError(
+            f"--prefix-caching-hash-algo {algorithm} has a random seed in every process, so engines can't share "
+            "prefixes: set PYTHONHASHSEED to the same value for all engines, or use sha256_cbor"
+        )
+
+
+def warn_of_risks(vllm_config: VllmConfig, options: Options) -> None:
+    """Say once, at start, what is allowed but may surprise."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_load_failure_policy != "recompute":
+        logger.warning(
+            "UMBP: kv_load_failure_policy is %r: a block that can't be loaded back will FAIL its request. "
+            'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config so that it is recomputed instead.',
+            transfer.kv_load_failure_policy,
+        )
+    if not compat.is_supported_version():
+        logger.warning(
+            "UMBP: vLLM %s is not one of the versions this connector is tested with (%s)",
+            compat.vllm_minor_version(),
+            ", ".join(compat.SUPPORTED_VERSIONS),
+        )
+    if options.key_namespace not in (None, "auto"):
+        logger.warning(
+            "UMBP: key_namespace %r is used as it is: you now answer for it that every engine with this "
+            "namespace has the same model, weights, dtype, layout and block size",
+            options.key_namespace,
+        )

@@ -1,0 +1,277 @@
+"""The worker's half of the connector: runs the jobs that the scheduler planned, and reports each exactly once.
+
+Runs in a worker's process, on the thread that runs the model. One step calls, in this order: `start_loads` (before
+the forward for loads that feed it, after it for the others), `submit_stores`, `collect`, `take_failed_blocks`,
+`take_stats`, `take_report`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.logger import init_logger
+
+from umbp.connector.stats import UMBPStats
+from umbp.connector.wire import (
+    UMBPConnectorMetadata,
+    UMBPConnectorWorkerMetadata,
+    UMBPHandshakeMetadata,
+    UMBPPoolHandshakeMetadata,
+)
+from umbp.data import (
+    BlockIdentityCodec,
+    BlockTransferPlan,
+    KVLayoutPlanner,
+    RankTopology,
+    StoreEventResult,
+    TransferJobState,
+    UMBPNamespace,
+    localized_plans,
+)
+from umbp.options import Options
+from umbp.runtime.base import IUMBPRuntime, capabilities_of
+
+logger = init_logger("vllm.umbp")
+
+GAUGE_INTERVAL_S = 1.0
+"""How often a rank looks at its pool's size for the metrics."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """One job between its start and its report."""
+
+    event: int
+    request_id: str
+    job: TransferJobState
+    started_s: float
+    is_overdue: bool = False
+
+
+class WorkerSide:
+    """One rank's loads and stores."""
+
+    def __init__(
+        self,
+        runtime: IUMBPRuntime,
+        options: Options,
+        namespace: UMBPNamespace,
+        topology: RankTopology,
+        planner: KVLayoutPlanner,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._can = capabilities_of(runtime)
+        self._namespace = namespace
+        self._rank = topology.local_namespace
+        self._rank_number = topology.all_namespaces().index(self._rank)
+        self._codec = BlockIdentityCodec(namespace.value, *_codec_ranks(topology))
+        self._planned_layers = {region.layer_name for region in planner.regions}
+        self._timeout_s = options.timeout_ms / 1000
+        self._clock = clock
+        layout = planner.describe(topology, "rank_local")
+        self._handle: Any = runtime.create_worker_handle(namespace, topology, layout)
+        self._loads: list[_Running] = []
+        self._stores: list[_Running] = []
+        self._store_parts: dict[int, int] = {}
+        self._report = UMBPConnectorWorkerMetadata()
+        self._finished_loads: set[str] = set()
+        self._failed_block_ids: set[int] = set()
+        self._is_idle_step = False
+        self._is_tainted_step = False
+        self._stats = UMBPStats()
+        self._evicted_objects = 0.0
+        self._next_gauges_s = 0.0
+
+    # Start and end
+
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
+        """Learn the KV caches; layers that share another layer's cache are in it already and are left out."""
+        self._handle.register_buffers(
+            {name: tensor for name, tensor in kv_caches.items() if name in self._planned_layers}
+        )
+
+    def handshake(self) -> UMBPHandshakeMetadata:
+        if not self._can.attach:
+            return UMBPHandshakeMetadata(self._namespace.value)
+        return UMBPPoolHandshakeMetadata(self._namespace.value, dict(self._handle.handshake_extra()))
+
+    def close(self) -> None:
+        """End all jobs and let the engine's memory go."""
+        self._handle.close()
+        self._loads = []
+        self._stores = []
+
+    # One step
+
+    def start_loads(self, meta: UMBPConnectorMetadata, has_forward: bool) -> None:
+        """Begin this step's loads; those that feed its forward are complete on return."""
+        self._is_idle_step = not has_forward
+        self._is_tainted_step = False
+        begun = []
+        for request_id, plans in meta.load_requests.items():
+            job = self._begin(self._handle.load, localized_plans(plans, self._codec))
+            begun.append(_Running(meta.load_events[request_id], request_id, job, self._clock()))
+        if meta.async_load:
+            self._loads.extend(begun)
+            return
+        for load in begun:
+            self._end_load(load, self._wait(load.job))
+            self._is_tainted_step |= bool(load.job.failed_keys)
+
+    def submit_stores(self, meta: UMBPConnectorMetadata) -> None:
+        """Begin this step's stores, after its forward. A runtime that copies within the host is waited for: then
+        the source blocks are free again when the step ends."""
+        plans = [localized_plans(group, self._codec) for group in meta.store_plan_groups()]
+        if not plans:
+            return
+        if self._is_tainted_step:
+            # The forward has read blocks that failed to load: nothing that it computed may be kept.
+            refused = [TransferJobState(group) for group in plans]
+            for job in refused:
+                job.fail(job.keys, "the step's load failed")
+        else:
+            refused = []
+        jobs = refused or [self._begin(self._handle.store, group) for group in plans]
+        self._store_parts[meta.store_event] = len(jobs)
+        for job in jobs:
+            store = _Running(meta.store_event, "", job, self._clock())
+            if refused or self._can.local:
+                self._end_store(store, self._wait(job))
+            else:
+                self._stores.append(store)
+
+    def collect(self) -> set[str]:
+        """Requests whose asynchronous load has ended, well or not, since the last call; each exactly once."""
+        self._loads = [load for load in self._loads if not self._try_end(load, self._end_async_load)]
+        self._stores = [store for store in self._stores if not self._try_end(store, self._end_store)]
+        finished, self._finished_loads = self._finished_loads, set()
+        return finished
+
+    def take_failed_blocks(self) -> set[int]:
+        """Engine blocks that a load should have filled and did not, since the last call."""
+        failed, self._failed_block_ids = self._failed_block_ids, set()
+        return failed
+
+    def take_report(self) -> UMBPConnectorWorkerMetadata | None:
+        """What ended since the last call, by event."""
+        report = self._report
+        if not report.store_events and not report.load_events:
+            return None
+        self._report = UMBPConnectorWorkerMetadata()
+        return report
+
+    def take_stats(self) -> UMBPStats | None:
+        if self._can.usage and self._clock() >= self._next_gauges_s:
+            self._next_gauges_s = self._clock() + GAUGE_INTERVAL_S
+            usage = dict(self._handle.usage())
+            evicted = usage.pop("evicted_objects", 0.0)
+            self._stats.add("evicted_objects", evicted - self._evicted_objects)
+            self._evicted_objects = evicted
+            self._stats.set_gauges(self._rank_number, usage)
+        return self._stats.take()
+
+    # Inside
+
+    def _try_end(self, running: _Running, end: Callable[[_Running, TransferJobState], None]) -> bool:
+        """End a job that is final. In a step without a forward the engine has nothing better to do than to wait."""
+        if self._is_idle_step and self._can.local:
+            job: TransferJobState | None = self._wait(running.job)
+        else:
+            job = self._poll(running.job)
+        if job is None:
+            self._hurry(running)
+            return False
+        end(running, job)
+        return True
+
+    def _hurry(self, running: _Running) -> None:
+        if running.is_overdue or self._clock() - running.started_s < self._timeout_s:
+            return
+        running.is_overdue = True
+        logger.warning(
+            "UMBP: a transfer of %d objects has run for more than %.1f s%s",
+            len(running.job.plans),
+            self._timeout_s,
+            "; cancelling it" if self._can.cancel else "",
+        )
+        if self._can.cancel:
+            try:
+                self._handle.cancel(running.job)
+            except Exception:
+                logger.exception("UMBP: the runtime failed to cancel a transfer")
+
+    def _end_async_load(self, load: _Running, job: TransferJobState) -> None:
+        self._end_load(load, job)
+        self._finished_loads.add(load.request_id)
+
+    def _end_load(self, load: _Running, job: TransferJobState) -> None:
+        lost = [plan for plan in job.plans if plan.key not in job.completed_keys] if _has_loss(job) else []
+        self._failed_block_ids.update(plan.block_id for plan in lost)
+        objects = {(plan.group_id or 0, _hash_of(plan.key)) for plan in lost}
+        self._report.load_events[load.event] = StoreEventResult(1, objects)
+        self._stats.add("loaded_bytes", job.completed_bytes)
+        self._stats.add("load_seconds", self._clock() - load.started_s)
+
+    def _end_store(self, store: _Running, job: TransferJobState) -> None:
+        if job.completed_keys:
+            try:
+                self._handle.publish(job)
+            except Exception as error:
+                logger.exception("UMBP: the runtime failed to publish %d objects", len(job.completed_keys))
+                job.completed_keys.clear()
+                job.fail(job.keys, str(error))
+        lost = [plan for plan in job.plans if plan.key not in job.completed_keys] if _has_loss(job) else []
+        objects = {(plan.group_id or 0, _hash_of(plan.key)) for plan in lost}
+        self._stats.add("stored_bytes", job.completed_bytes)
+        self._stats.add("store_seconds", self._clock() - store.started_s)
+        self._store_parts[store.event] -= 1
+        is_last = self._store_parts[store.event] == 0
+        if is_last:
+            del self._store_parts[store.event]
+        result = self._report.store_events.setdefault(store.event, StoreEventResult())
+        result.merge(StoreEventResult(1 if is_last else 0, objects))
+
+    # The edge to the runtime: whatever it throws is a failed job
+
+    def _begin(
+        self,
+        verb: Callable[[Sequence[BlockTransferPlan]], TransferJobState],
+        plans: Sequence[BlockTransferPlan],
+    ) -> TransferJobState:
+        try:
+            return verb(plans)
+        except Exception as error:
+            logger.exception("UMBP: the runtime could not begin a transfer of %d objects", len(plans))
+            job = TransferJobState(plans)
+            job.fail(job.keys, str(error))
+            return job
+
+    def _wait(self, job: TransferJobState) -> TransferJobState:
+        if job.status.is_final:
+            return job
+        finished: TransferJobState = self._handle.wait(job)
+        return finished
+
+    def _poll(self, job: TransferJobState) -> TransferJobState | None:
+        if job.status.is_final:
+            return job
+        finished: TransferJobState | None = self._handle.poll(job)
+        return finished
+
+
+def _has_loss(job: TransferJobState) -> bool:
+    return len(job.completed_keys) < len(job.keys)
+
+
+def _hash_of(key: str) -> bytes:
+    return bytes.fromhex(key.rpartition(":")[2])
+
+
+def _codec_ranks(topology: RankTopology) -> tuple[int, int, int, int]:
+    """The ranks in the order of `BlockIdentityCodec`'s fields."""
+    tp, pcp, dcp, pp = topology.local_namespace
+    return tp, pp, pcp, dcp
