@@ -1,4 +1,6 @@
-"""Builds each role's half from vLLM's configuration: the one place that reads it; all below sees our frozen values."""
+"""Builds each role's half from vLLM's configuration: the one place that reads it; all below sees our frozen
+values.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,8 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 def object_planner(kv_cache_config: KVCacheConfig) -> KVLayoutPlanner:
     """The object's side of the layout: which layers of which group, in which order.
 
-    How a block lies in memory is read from the registered tensors' strides instead, so that layouts whose blocks
-    are several runs are served too; a region's stride is only an upper bound here.
+    How a block lies in memory is read from the registered tensors' strides instead, so that layouts whose
+    blocks are several runs are served too; a region's stride is only an upper bound here.
     """
     group_of = {
         layer: (group_id, group)

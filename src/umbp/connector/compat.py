@@ -1,6 +1,7 @@
 """Every touch of this package on vLLM's internals, in one place.
 
-Pure functions over vLLM's configuration, requests and block pool. Both roles use them; nothing here keeps state.
+Pure functions over vLLM's configuration, requests and block pool. Both roles use them; nothing here keeps
+state.
 """
 
 from __future__ import annotations

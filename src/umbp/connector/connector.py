@@ -1,4 +1,6 @@
-"""The class that vLLM loads: its hooks and nothing else. Each role's object is built once and does the work."""
+"""The class that vLLM loads: its hooks and nothing else. Each role's object is built once and does the
+work.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ if TYPE_CHECKING:
 
 
 class UMBPStoreConnector(KVConnectorBase_V1):
-    """Restores prefixes from a pool that outlives the engine's own cache, for models with one full-attention group."""
+    """Restores prefixes from a pool that outlives the engine's own cache, for models with one full-attention
+    group.
+    """
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -107,9 +111,7 @@ class UMBPStoreConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler_side.settle(connector_output)
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         # Blocks that are still being stored have pins of their own, so the request's can go at once.
         self.scheduler_side.finish(request)
         return False, None

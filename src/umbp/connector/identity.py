@@ -22,7 +22,8 @@ def worker_namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     """The configured namespace as it is, else the derived one with a digest of the KV format appended.
 
     The appended digest covers what the vocabulary's recipe leaves out and what decides whether bytes fit:
-    attention backend and instruction set, resolved dtypes, hash algorithm, seed and hash block size, our format.
+    attention backend and instruction set, resolved dtypes, hash algorithm, seed and hash block size, our
+    format.
     """
     configured = UMBPNamespace.configured(vllm_config)
     if configured is not None:

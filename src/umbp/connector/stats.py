@@ -1,7 +1,8 @@
 """What the connector counts, and how vLLM's logs and Prometheus show it.
 
-Counters are kept where the fact is known: tokens by the scheduler (once per engine), bytes and seconds by each worker
-(summed over ranks). vLLM carries `UMBPStats.data` to the process that exports it, so it holds plain values only.
+Counters are kept where the fact is known: tokens by the scheduler (once per engine), bytes and seconds by
+each worker (summed over ranks). vLLM carries `UMBPStats.data` to the process that exports it, so it holds
+plain values only.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ GAUGES: dict[str, str] = {
 
 @dataclass
 class UMBPStats(KVConnectorStats):
-    """`data["counters"]`: name -> amount since the last report; `data["gauges"]`: rank -> name -> latest value."""
+    """`data["counters"]`: name -> amount since the last report; `data["gauges"]`: rank -> name -> latest
+    value.
+    """
 
     def add(self, name: str, amount: float) -> None:
         """Count `amount` more of a counter of `COUNTERS`."""

@@ -1,4 +1,6 @@
-"""What this connector refuses when an engine starts, and what it warns of. Pure checks over the configuration."""
+"""What this connector refuses when an engine starts, and what it warns of. Pure checks over the
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,8 @@ def require_shareable_hashes(vllm_config: VllmConfig, options: Options) -> None:
     if options.mode != "embedded" and compat.hash_seed(vllm_config) == "random":
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
         raise ConfigError(
-            f"--prefix-caching-hash-algo {algorithm} has a random seed in every process, so engines can't share "
-            "prefixes: set PYTHONHASHSEED to the same value for all engines, or use sha256_cbor"
+            f"--prefix-caching-hash-algo {algorithm} has a random seed in every process, so engines can't "
+            "share prefixes: set PYTHONHASHSEED to the same value for all engines, or use sha256_cbor"
         )
 
 
@@ -56,7 +58,7 @@ def warn_of_risks(vllm_config: VllmConfig, options: Options) -> None:
     if transfer is not None and transfer.kv_load_failure_policy != "recompute":
         logger.warning(
             "UMBP: kv_load_failure_policy is %r: a block that can't be loaded back will FAIL its request. "
-            'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config so that it is recomputed instead.',
+            'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config: then it is recomputed instead.',
             transfer.kv_load_failure_policy,
         )
     if not compat.is_supported_version():

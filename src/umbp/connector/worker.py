@@ -1,8 +1,9 @@
-"""The worker's half of the connector: runs the jobs that the scheduler planned, and reports each exactly once.
+"""The worker's half of the connector: runs the jobs that the scheduler planned, and reports each exactly
+once.
 
-Runs in a worker's process, on the thread that runs the model. One step calls, in this order: `start_loads` (before
-the forward for loads that feed it, after it for the others), `submit_stores`, `collect`, `take_failed_blocks`,
-`take_stats`, `take_report`.
+Runs in a worker's process, on the thread that runs the model. One step calls, in this order: `start_loads`
+(before the forward for loads that feed it, after it for the others), `submit_stores`, `collect`,
+`take_failed_blocks`, `take_stats`, `take_report`.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ class WorkerSide:
             self._is_tainted_step |= bool(load.job.failed_keys)
 
     def submit_stores(self, meta: UMBPConnectorMetadata) -> None:
-        """Begin this step's stores, after its forward. A runtime that copies within the host is waited for: then
-        the source blocks are free again when the step ends."""
+        """Begin this step's stores, after its forward. A runtime that copies within the host is waited for:
+        then the source blocks are free again when the step ends."""
         plans = [localized_plans(group, self._codec) for group in meta.store_plan_groups()]
         if not plans:
             return
@@ -177,7 +178,9 @@ class WorkerSide:
     # Inside
 
     def _try_end(self, running: _Running, end: Callable[[_Running, TransferJobState], None]) -> bool:
-        """End a job that is final. In a step without a forward the engine has nothing better to do than to wait."""
+        """End a job that is final. In a step without a forward the engine has nothing better to do than to
+        wait.
+        """
         if self._is_idle_step and self._can.local:
             job: TransferJobState | None = self._wait(running.job)
         else:

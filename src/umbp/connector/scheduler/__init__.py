@@ -1,7 +1,8 @@
 """The scheduler's half of the connector: three questions in three modules, wired here.
 
 *match*: how much of a prompt is stored. *plan*: what a step loads and stores. *account*: what is in flight.
-Runs in the engine core's process, on its one thread; nothing here blocks longer than the runtime's lookups do.
+Runs in the engine core's process, on its one thread; nothing here blocks longer than the runtime's lookups
+do.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ class SchedulerSide:
         self._block_pool = block_pool
 
     def bind_workers(self, reports: Mapping[Rank, UMBPHandshakeMetadata]) -> None:
-        """Adopt the workers' namespace and attach to their pools; called at start, and again after a sleep."""
+        """Adopt the workers' namespace and attach to their pools; called at start, and again after a
+        sleep.
+        """
         extras: dict[Rank, HandshakeExtra] = {
             rank: report.extra if isinstance(report, UMBPPoolHandshakeMetadata) else {}
             for rank, report in reports.items()
@@ -83,7 +86,9 @@ class SchedulerSide:
     # One request
 
     def match(self, request: Request, computed_tokens: int) -> tuple[int, bool]:
-        """How many tokens beyond `computed_tokens` the pool can restore, and whether beside the engine's steps."""
+        """How many tokens beyond `computed_tokens` the pool can restore, and whether beside the engine's
+        steps.
+        """
         if self._stores_before_reset:
             return 0, False
         tokens = self._matcher.match(self._state(request), computed_tokens)
@@ -113,7 +118,9 @@ class SchedulerSide:
         self._admitted[request.request_id] = (self._loads.open(entry), batch)
 
     def finish(self, request: Request) -> None:
-        """The request has ended or was aborted, at whatever point; its loads and stores settle by themselves."""
+        """The request has ended or was aborted, at whatever point; its loads and stores settle by
+        themselves.
+        """
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return
@@ -124,7 +131,9 @@ class SchedulerSide:
     # One step
 
     def plan_step(self, output: SchedulerOutput) -> UMBPConnectorMetadata:
-        """What the workers shall do in this step; the stores' source blocks are pinned until all have reported."""
+        """What the workers shall do in this step; the stores' source blocks are pinned until all have
+        reported.
+        """
         meta = UMBPConnectorMetadata(async_load=self._options.load_async)
         for request_id in compat.preempted_requests(output):
             meta.preempted_request_ids.add(request_id)
@@ -175,8 +184,8 @@ class SchedulerSide:
     def reset(self) -> bool:
         """Remove the namespace's objects; what was computed before is neither stored nor promised any more.
 
-        Stores that are under way may still publish old bytes: until they have ended nothing is promised, and then
-        the pool is cleared once more.
+        Stores that are under way may still publish old bytes: until they have ended nothing is promised, and
+        then the pool is cleared once more.
         """
         for state in self._requests.values():
             self._matcher.withdraw(state)
@@ -198,7 +207,9 @@ class SchedulerSide:
         self._pool.close()
 
     def audit(self) -> None:
-        """Raise `InvariantError` on a broken account; a drained scheduler has nothing open and nothing promised."""
+        """Raise `InvariantError` on a broken account; a drained scheduler has nothing open and nothing
+        promised.
+        """
         self._loads.audit()
         self._stores.audit()
         for request_id, state in self._requests.items():
@@ -235,8 +246,8 @@ class SchedulerSide:
     def _remember_failures(self, invalid_block_ids: set[int]) -> None:
         """Mark every request with a failed load, so that it is computed and not promised the same again.
 
-        A failed load before a forward taints all that the step computed, so every mark of what is stored goes back
-        to the start: blocks that are in the pool already cost a lookup, no copy.
+        A failed load before a forward taints all that the step computed, so every mark of what is stored goes
+        back to the start: blocks that are in the pool already cost a lookup, no copy.
         """
         for entry in self._loads.entries():
             if invalid_block_ids.isdisjoint(entry.block_ids):

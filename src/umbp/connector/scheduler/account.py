@@ -1,4 +1,5 @@
-"""What is in flight between a plan and the reports of all ranks: loads with their promises, stores with their pins.
+"""What is in flight between a plan and the reports of all ranks: loads with their promises, stores with their
+pins.
 
 Scheduler thread only. An entry is opened once, and closed by the last rank's report.
 """
@@ -94,7 +95,9 @@ class Ledger(Generic[Entry]):
 
 
 class Quarantine:
-    """Block hashes that failed to load, not to be promised again for a while. Bounded: the oldest leave first."""
+    """Block hashes that failed to load, not to be promised again for a while. Bounded: the oldest leave
+    first.
+    """
 
     def __init__(self, clock: Callable[[], float], seconds: float = 30.0, limit: int = 65_536) -> None:
         self._clock = clock

@@ -1,7 +1,7 @@
 """How much of a prompt is stored on every rank, and the promise that it stays there until it is loaded.
 
-Scheduler thread only. The engine asks again every step while it can't allocate; an unchanged question is answered
-from the request's state without touching the pool.
+Scheduler thread only. The engine asks again every step while it can't allocate; an unchanged question is
+answered from the request's state without touching the pool.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ class Matcher:
         self._owners = itertools.count()
 
     def match(self, state: RequestState, computed_tokens: int) -> int:
-        """Tokens of whole blocks that can be loaded beyond `computed_tokens`; at least one token is left to compute.
+        """Tokens of whole blocks that can be loaded beyond `computed_tokens`; at least one token is left to
+        compute.
 
-        A positive answer is a promise: the objects stay in the pool until `withdraw` or until their load ends.
+        A positive answer is a promise: the objects stay in the pool until `withdraw` or until their load
+        ends.
         """
         request = state.request
         if not self._reads or state.has_failed_load or state.is_loading:

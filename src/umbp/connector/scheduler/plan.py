@@ -1,6 +1,8 @@
-"""What the workers shall move in one step: loads that were admitted, stores of blocks that the step completes.
+"""What the workers shall move in one step: loads that were admitted, stores of blocks that the step
+completes.
 
-Scheduler thread only. What is stored of a request is always a contiguous prefix, so that all of it can be found again.
+Scheduler thread only. What is stored of a request is always a contiguous prefix, so that all of it can be
+found again.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockSpan:
-    """Consecutive blocks of one request: engine block ids, and hashes beginning with the first block's parent."""
+    """Consecutive blocks of one request: engine block ids, and hashes beginning with the first block's
+    parent.
+    """
 
     block_ids: tuple[int, ...]
     block_hashes: tuple[bytes, ...]
@@ -57,8 +61,11 @@ class Planner:
             request_id=request_id,
         )
 
-    def storable(self, state: RequestState, computed_tokens: int, output: SchedulerOutput) -> BlockSpan | None:
-        """Blocks that are full once this step has run and that some rank lacks; moves the request's mark past them.
+    def storable(
+        self, state: RequestState, computed_tokens: int, output: SchedulerOutput
+    ) -> BlockSpan | None:
+        """Blocks that are full once this step has run and that some rank lacks; moves the request's mark past
+        them.
 
             0 ....... saved ....... present ....... full ....... table's end
                                     | stored now   |

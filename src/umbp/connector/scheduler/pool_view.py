@@ -1,6 +1,7 @@
 """The pool as the scheduler sees it: a runtime's handle with whatever it can do, behind five questions.
 
-Scheduler thread only. This is the edge where a runtime's faults stop: whatever goes wrong is a miss, said once a minute.
+Scheduler thread only. This is the edge where a runtime's faults stop: whatever goes wrong is a miss, said
+once a minute.
 """
 
 from __future__ import annotations
@@ -46,12 +47,15 @@ class PoolView:
         return self._codec
 
     def open(self, namespaces: Mapping[Rank, str], extras: Mapping[Rank, HandshakeExtra]) -> None:
-        """Adopt what the workers report; `ConfigError` where they disagree. Again after a sleep: binds anew."""
+        """Adopt what the workers report; `ConfigError` where they disagree. Again after a sleep: binds
+        anew.
+        """
         distinct = sorted(set(namespaces.values()))
         if len(distinct) != 1:
             raise ConfigError(
-                f"the engine's workers derived {len(distinct)} namespaces ({', '.join(distinct)}); their KV formats "
-                "differ, as on hosts with different CPUs or GPUs: run all ranks on equal hardware, or set key_namespace"
+                f"the engine's workers derived {len(distinct)} namespaces ({', '.join(distinct)}): their KV "
+                "formats differ, as on hosts with different CPUs or GPUs; run all ranks on equal hardware, "
+                "or set key_namespace"
             )
         namespace = UMBPNamespace(distinct[0])
         if self._handle is None:
@@ -83,7 +87,9 @@ class PoolView:
         if self._can.hold:
             self._ask(lambda handle: handle.unhold(owner), None)
 
-    def note(self, request_id: str, phase: str, hashes: Sequence[bytes], output_tokens: int, finish: str) -> None:
+    def note(
+        self, request_id: str, phase: str, hashes: Sequence[bytes], output_tokens: int, finish: str
+    ) -> None:
         """Tell the eviction policy of a request, where the runtime listens."""
         if self._can.note:
             self._ask(lambda handle: handle.note(request_id, phase, hashes, output_tokens, finish), None)
@@ -114,9 +120,12 @@ class PoolView:
         try:
             return question(self._handle)
         except Exception:
-            # The edge to code that may not be ours: a fault there must cost a recomputation, never the engine.
+            # The edge to code that may not be ours: a fault there must cost a recomputation, never the
+            # engine.
             now = time.monotonic()
             if now - self._last_complaint_s > 60:
                 self._last_complaint_s = now
-                logger.exception("UMBP: the runtime failed a question of the scheduler; answering with a miss")
+                logger.exception(
+                    "UMBP: the runtime failed a question of the scheduler; answering with a miss"
+                )
             return otherwise

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Promise:
     """Blocks `[start, end)` of a request that are in the pool on every rank, kept there under `owner`.
 
-        0 ......... start ......... end ......... limit
-        | the engine's own | promised | to compute |
+    0 ......... start ......... end ......... limit
+    | the engine's own | promised | to compute |
     """
 
     owner: str
