@@ -101,9 +101,8 @@ def _cpu_attention_isa(vllm_config: VllmConfig, spec: Any) -> str:
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     head_size = getattr(_layer_specs(spec)[0], "head_size", None)
-    return _get_attn_isa(
-        vllm_config.model_config.dtype, spec.block_size, head_size, vllm_config.cache_config.cache_dtype
-    )
+    dtype: Any = vllm_config.model_config.dtype
+    return _get_attn_isa(dtype, spec.block_size, head_size, vllm_config.cache_config.cache_dtype)
 
 
 def worker_rank_in_engine(vllm_config: VllmConfig) -> int:

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.metrics.stats import CacheHitSource
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from umbp.connector import compat
 from umbp.connector.build import build_scheduler_side, build_worker_side

@@ -58,7 +58,7 @@ def warn_of_risks(vllm_config: VllmConfig, options: Options) -> None:
     if transfer is not None and transfer.kv_load_failure_policy != "recompute":
         logger.warning(
             "UMBP: kv_load_failure_policy is %r: a block that can't be loaded back will FAIL its request. "
-            'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config: then it is recomputed instead.',
+            'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config: it is then recomputed.',
             transfer.kv_load_failure_policy,
         )
     if not compat.is_supported_version():

@@ -50,7 +50,7 @@ class Ledger(Generic[Entry]):
 
     def __init__(self, ranks: int, close: Callable[[Entry, StoreEventResult], None]) -> None:
         self._ranks = ranks
-        self._close = close
+        self._close: Callable[[Entry, StoreEventResult], None] = close
         self._open: dict[int, _Open[Entry]] = {}
         self._next_event = 0
 

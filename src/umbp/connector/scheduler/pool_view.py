@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 
 from umbp.data import BlockIdentityCodec, KVLayoutDescriptor, Rank, RankTopology, UMBPNamespace
 from umbp.errors import ConfigError
-from umbp.runtime.base import HandshakeExtra, IUMBPRuntime, UMBPSchedulerHandle, capabilities_of
+from umbp.runtime.base import HandshakeExtra, IUMBPRuntime, capabilities_of
 
 logger = init_logger("vllm.umbp")
 
@@ -70,7 +70,7 @@ class PoolView:
         if self._can.lookup_raw:
             return self._ask(lambda handle: int(handle.lookup_raw(GROUP, hashes)), 0)
         keys = self._rank_keys(hashes)
-        found = self._ask(lambda handle: list(handle.lookup(keys)), [])
+        found: list[bool] = self._ask(lambda handle: list(handle.lookup(keys)), [])
         return self._whole_blocks(next((i for i, hit in enumerate(found) if not hit), len(found)))
 
     def hold(self, owner: str, hashes: Sequence[bytes]) -> int:
@@ -114,7 +114,7 @@ class PoolView:
     def _whole_blocks(self, keys: int) -> int:
         return keys // self._topology.rank_count
 
-    def _ask(self, question: Callable[[UMBPSchedulerHandle | Any], T], otherwise: T) -> T:
+    def _ask(self, question: Callable[[Any], T], otherwise: T) -> T:
         if self._handle is None:
             return otherwise
         try:
