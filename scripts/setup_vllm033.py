@@ -78,7 +78,7 @@ def is_stamped(stamp: str) -> bool:
 def download(folder: Path) -> Path:
     """The wheel, of which only small parts are used."""
     say(f"fetching the wheel of vLLM {VERSION} (about 330 MB)")
-    pip = [str(MAIN / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check", "download"]
+    pip = [str(MAIN / "bin" / "python"), "-m", "pip", "-qq", "--disable-pip-version-check", "download"]
     wanted = ["--no-deps", "--only-binary=:all:", "--dest", str(folder), f"vllm=={VERSION}"]
     result = subprocess.run([*pip, *wanted], check=False)
     wheels = list(folder.glob("*.whl"))
@@ -88,7 +88,7 @@ def download(folder: Path) -> Path:
 
 
 def make_venv(folder: Path, main_site: Path) -> Path:
-    """An environment without pip that sees the main one's packages after its own; answers its package folder."""
+    """An environment without pip that sees the main one's packages after its own; its package folder."""
     base = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
     run([str(base if base.exists() else sys.executable), "-m", "venv", "--without-pip", str(folder)])
     site = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"

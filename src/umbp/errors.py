@@ -14,7 +14,7 @@ class SegmentError(UMBPError):
 
 
 class CapacityError(SegmentError, ConfigError):
-    """A pool of the wanted size would not fit the memory that is free; refused before anything is allocated."""
+    """A pool of the wanted size would not fit the free memory; refused before anything is allocated."""
 
 
 class InvariantError(UMBPError, AssertionError):

@@ -205,14 +205,15 @@ class Options:
         """Every option that has an effect in this mode, by name, in the table's order."""
         return {name: getattr(self, name) for name in OPTIONS if applies(name, self.mode)}
 
+    def entries(self) -> list[str]:
+        """The effective options as `name=value`; of nested settings only the names: they may be secrets."""
+        return [f"{name}={_effective_text(name, value)}" for name, value in self.effective().items()]
+
     def describe(
         self, worker_bytes: int | None = None, workers: int = 1, host_workers: int | None = None
     ) -> str:
-        """One line for the log: the effective options, and the pool's size per worker, engine and host.
-
-        Settings of stores and plug-ins are shown by name alone: they may hold passwords.
-        """
-        line = ", ".join(f"{name}={_effective_text(name, value)}" for name, value in self.effective().items())
+        """One line for the log: the effective options, and the pool's size per worker, engine and host."""
+        line = ", ".join(self.entries())
         if worker_bytes is None:
             return line
         counts = (1, workers, workers if host_workers is None else host_workers)

@@ -1,0 +1,75 @@
+"""`umbp doctor`: this machine, this installation and, if given, a configuration, one line each."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from umbp.cli import checks
+from umbp.cli.checks import Check
+from umbp.options import Options
+
+_COLOURS = {"ok": "green", "note": "yellow", "bad": "red"}
+
+
+@click.command()
+@click.argument("kv_transfer_config", required=False)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+def doctor(kv_transfer_config: str | None, as_json: bool) -> None:
+    """Looks at this machine, this installation and, if given, a KV_TRANSFER_CONFIG.
+
+    KV_TRANSFER_CONFIG is the JSON that `vllm serve --kv-transfer-config` takes, or a file with it.
+    Exit code 1 when something is not as it should be.
+    """
+    config = None if kv_transfer_config is None else checks.read_transfer_config(kv_transfer_config)
+    found: list[Check] = []
+    for look in (
+        checks.check_python,
+        checks.check_native,
+        checks.check_host,
+        checks.check_plugin,
+        checks.check_hash_seed,
+    ):
+        found.extend(look())
+    options: Options | None = None
+    if config is not None:
+        more, options = checks.check_transfer_config(config)
+        found.extend(more)
+    found.extend(checks.check_memory(options))
+    if not as_json:
+        click.echo("Importing vLLM, which takes a while ...", err=True)
+    found.extend(checks.check_vllm())
+    is_well = all(check.state != "bad" for check in found)
+    click.echo(_as_json(found, options, is_well) if as_json else _as_table(found, options, is_well))
+    sys.exit(0 if is_well else 1)
+
+
+def _as_json(found: list[Check], options: Options | None, is_well: bool) -> str:
+    rows = [{"name": each.name, "state": each.state, "text": each.text} for each in found]
+    report: dict[str, Any] = {"ok": is_well, "checks": rows}
+    if options is not None:
+        # Of nested settings the names alone: reports get pasted, and passwords are kept there.
+        report["options"] = {
+            name: sorted(value) if isinstance(value, Mapping) else value
+            for name, value in options.effective().items()
+        }
+    return json.dumps(report, indent=2)
+
+
+def _as_table(found: list[Check], options: Options | None, is_well: bool) -> str:
+    width = max(len(check.name) for check in found)
+    lines = [
+        f"{click.style(check.state.ljust(4), fg=_COLOURS[check.state])}  {check.name:{width}}  {check.text}"
+        for check in found
+        if check.name != "options" or check.state == "bad"
+    ]
+    if options is not None:
+        lines += ["", "Effective options"]
+        lines += [f"  {entry}" for entry in options.entries()]
+    bad = sum(check.state == "bad" for check in found)
+    lines += ["", "All is well." if is_well else f"Not as it should be: {bad} of {len(found)} checks."]
+    return "\n".join(lines)
