@@ -1,4 +1,4 @@
-"""What all tests share: a clean environment, markers that follow from others, and sentences for what is skipped."""
+"""What tests share: a clean environment, markers that follow from others, sentences for what is skipped."""
 
 from __future__ import annotations
 

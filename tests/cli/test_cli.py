@@ -59,10 +59,8 @@ def test_an_unknown_subcommand_is_a_sentence_and_exit_code_2() -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "/nowhere/config.json", "\0", "{'kv_role': 1}", "@"])
+@pytest.mark.parametrize("text", ["{", "[1]", "/nowhere/config.json", "{'kv_role': 1}", "@"])
 def test_a_configuration_that_cannot_be_read_is_a_sentence_and_exit_code_2(text: str) -> None:
-    if "\0" in text:
-        pytest.skip("no process can be given a zero byte")
     result = run("doctor", text)
     assert result.returncode == 2
     assert result.stderr.startswith("umbp: ")

@@ -54,7 +54,7 @@ class Import:
 
 def part_of(module: str) -> str:
     """The first name under `umbp`: the layer's member."""
-    return (module.split(".") + [""])[1]
+    return [*module.split("."), ""][1]
 
 
 def module_name(path: Path) -> str:
@@ -102,7 +102,7 @@ def is_the_exception(each: Import) -> bool:
     return (
         each.module == "umbp.data"
         and each.function in ("__getattr__", "TYPE_CHECKING")
-        and each.target == "umbp.connector.wire"
+        and each.target in ("umbp.connector", "umbp.connector.wire")
     )
 
 
