@@ -40,13 +40,13 @@ class TransferJobState:
 
     @cached_property
     def keys(self) -> frozenset[str]:
-        return frozenset(self._key_column())
+        return frozenset(self.key_column)
 
     @property
     def completed_bytes(self) -> int:
         """Bytes of the completed keys: from `plan_bytes` where given, else from the plans' ranges."""
         if self.plan_bytes is not None and len(self.plan_bytes):
-            pairs = zip(self._key_column(), self.plan_bytes, strict=True)
+            pairs = zip(self.key_column, self.plan_bytes, strict=True)
             return sum(size for key, size in pairs if key in self.completed_keys)
         if isinstance(self.plans, BlockLoadBatch | BlockStoreBatch):
             return 0
@@ -54,7 +54,7 @@ class TransferJobState:
 
     @property
     def failed_block_ids(self) -> set[int]:
-        pairs = zip(self._key_column(), self._block_id_column(), strict=True)
+        pairs = zip(self.key_column, self._block_ids, strict=True)
         return {block_id for key, block_id in pairs if key in self.failed_keys}
 
     def start(self) -> None:
@@ -86,12 +86,15 @@ class TransferJobState:
         if self.keys <= self.completed_keys | self.failed_keys:
             self.status = TransferJobStatus.FAILED if self.failed_keys else TransferJobStatus.COMPLETED
 
-    def _key_column(self) -> Sequence[str]:
+    @property
+    def key_column(self) -> Sequence[str]:
+        """The keys in the order of the plans, doubles included."""
         if isinstance(self.plans, BlockLoadBatch | BlockStoreBatch):
             return self.plans.keys
         return [plan.key for plan in self.plans]
 
-    def _block_id_column(self) -> Sequence[int]:
+    @property
+    def _block_ids(self) -> Sequence[int]:
         if isinstance(self.plans, BlockLoadBatch | BlockStoreBatch):
             return self.plans.block_ids
         return [plan.block_id for plan in self.plans]
