@@ -75,7 +75,7 @@ class _Engine:
         TTFT runs from handing the tokens over to having the first token in hand; turning text into tokens is
         outside of it, being the same for every prompt.
         """
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import RequestOutput, SamplingParams, TokensPrompt
 
         tokens = self._tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
@@ -89,6 +89,8 @@ class _Engine:
         engine.add_request(f"demo-{self._asked}", TokensPrompt(prompt_token_ids=tokens), params)
         while engine.has_unfinished_requests():
             for output in engine.step():
+                if not isinstance(output, RequestOutput):
+                    raise TypeError(f"the engine answered with a {type(output).__name__}")
                 if first_s is None and output.outputs and output.outputs[0].token_ids:
                     first_s = time.perf_counter()
                 final = output

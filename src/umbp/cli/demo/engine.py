@@ -152,7 +152,7 @@ class EngineProcess:
                     stderr=subprocess.STDOUT,
                     pass_fds=(theirs,),
                     env=engine_environment(run_folder, self._threads),
-                    # A group of its own: Ctrl-C in the terminal comes here only, and one signal ends them all.
+                    # A group of its own: Ctrl-C in the terminal comes here only; one signal ends them all.
                     start_new_session=True,
                     text=True,
                 )

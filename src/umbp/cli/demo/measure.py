@@ -99,16 +99,14 @@ class Measurement:
         ]
         if self.control.cached_tokens:
             found.append(
-                f"Control: {self.control.cached_tokens} tokens came from a cache in spite of the changed word."
+                f"Control: {self.control.cached_tokens} tokens came from a cache in spite of its word."
             )
         if not self.is_control_different:
             found.append(
                 "Control: one changed word early in the document did not change the answer's probabilities."
             )
         if self.restored_s >= self.cold_s:
-            found.append(
-                f"Restoring took {self.restored_s:.3f} s, which is not less than computing: {self.cold_s:.3f} s."
-            )
+            found.append(f"Restoring took {self.restored_s:.3f} s, computing {self.cold_s:.3f} s.")
         return found
 
 

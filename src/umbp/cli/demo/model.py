@@ -184,7 +184,7 @@ def _make(source: Source, home: Path, folder: Path, progress: Progress) -> None:
         _sync(making)
         making.chmod(0o755)  # mkdtemp makes it private; it is an ordinary folder from here on
         if folder.exists():
-            # A folder can't be replaced in one rename: the damaged one steps aside, under a name that is swept.
+            # One rename can't replace a folder: the damaged one steps aside, under a name that is swept.
             os.rename(folder, Path(tempfile.mkdtemp(prefix=".making-", dir=home)) / "replaced")
         os.rename(making, folder)
         _sync(home)
@@ -213,7 +213,7 @@ def _write_tokenizer_and_config(source: Source, folder: Path, progress: Progress
         ) from error
     _import_gguf()
     where, name = str(source.gguf.parent), source.gguf.name
-    tokenizer: Any = AutoTokenizer.from_pretrained(where, gguf_file=name)  # type: ignore[no-untyped-call]
+    tokenizer: Any = AutoTokenizer.from_pretrained(where, gguf_file=name)
     if not tokenizer.chat_template:
         raise DemoFailedError(f"{name} carries no chat template.")
     tokenizer.save_pretrained(folder)

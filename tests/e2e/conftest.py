@@ -1,0 +1,17 @@
+"""Fixtures of the end-to-end tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from e2e.harness import EnginePool
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
+    """Engines by specification, shared by all tests of the session, one at a time."""
+    pool = EnginePool(tmp_path_factory.mktemp("engines"))
+    yield pool
+    pool.close()
