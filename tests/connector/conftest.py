@@ -1,0 +1,82 @@
+"""Engines without a model, over each runtime that keeps objects in this process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+pytest.importorskip("vllm", reason="vLLM isn't installed: run `make setup`")
+
+import scripted_runtime  # noqa: E402
+from scripted import ScriptedEngine, Shape  # noqa: E402
+
+from umbp.runtime.base import IUMBPRuntime  # noqa: E402
+from umbp.testing.reference import ReferenceRuntime  # noqa: E402
+
+MakeEngine = Callable[..., ScriptedEngine]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.vllm033)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plug_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Install the plug-in of mode "scripted" as a distribution of its own, as a user's would be."""
+    folder = tmp_path_factory.mktemp("plug-in")
+    info = folder / "scripted_runtime-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: scripted-runtime\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        f"[umbp.runtimes]\n{scripted_runtime.MODE} = scripted_runtime:make\n"
+    )
+    sys.path.append(str(folder))
+    yield
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scripted")
+
+
+@pytest.fixture()
+def options_of() -> Iterator[Callable[[IUMBPRuntime], dict[str, object]]]:
+    """The connector's options that make it use the given runtime."""
+    names = itertools.count()
+
+    def put(runtime: IUMBPRuntime) -> dict[str, object]:
+        name = str(next(names))
+        scripted_runtime.TABLE[name] = runtime
+        return {"mode": scripted_runtime.MODE, "plugin_options": {"runtime": name}}
+
+    yield put
+    scripted_runtime.TABLE.clear()
+
+
+@pytest.fixture()
+def make_engine(root: Path, options_of: Any) -> Iterator[MakeEngine]:
+    """Engines over a runtime of their own, closed at the end."""
+    engines = []
+
+    def make(runtime: IUMBPRuntime | None = None, extra: Any = None, **shape: Any) -> ScriptedEngine:
+        base = options_of(runtime if runtime is not None else ReferenceRuntime())
+        engine = ScriptedEngine(root, Shape(extra=base | (extra or {}), **shape))
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()

@@ -1,0 +1,580 @@
+"""An engine without a model: vLLM's scheduler, this connector's halves, and a forward that is arithmetic.
+
+The KV of a token is a pattern drawn from all tokens up to it, from the layer and from the rank. A step writes
+the patterns of the tokens that it computes, then reads back the whole of each request, as attention would: a
+byte that the connector restored wrongly, late, elsewhere or not at all is an error in the step that meets it.
+Blocks that change owners are spoiled first, so that nothing is right by being left over. What a step computes
+from blocks whose load failed is spoiled as well, on every rank, as a real model's would be.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_configs,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from umbp.connector.connector import UMBPStoreConnector
+from umbp.connector.stats import UMBPStats
+
+BLOCK = 16
+"""Tokens of a KV block."""
+LAYERS = tuple(f"model.layers.{index}.self_attn.attn" for index in range(2))
+HEADS = 2
+HEAD_SIZE = 4
+SPOILED = -21846
+"""What stands in memory that nobody has written since it changed owners; no pattern is likely to be it."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one engine is like."""
+
+    ranks: int = 1
+    blocks: int = 64
+    prefix_caching: bool = True
+    max_batched_tokens: int = 64
+    max_seqs: int = 8
+    max_model_len: int = 256
+    layout: str = "LBNHC"
+    role: str = "kv_both"
+    policy: str = "recompute"
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+
+@cache
+def model_folder(root: Path) -> Path:
+    """A model's configuration, which is all of it that is ever read."""
+    folder = root / "model"
+    folder.mkdir(exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": len(LAYERS),
+        "vocab_size": 1000,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def make_config(root: Path, shape: Shape, **changes: Any) -> VllmConfig:
+    """A configuration as the engine core resolves it; `changes` go to vLLM's engine arguments."""
+    arguments: dict[str, Any] = {
+        "model": str(model_folder(root)),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "block_size": BLOCK,
+        "num_gpu_blocks_override": shape.blocks,
+        "max_model_len": shape.max_model_len,
+        "max_num_batched_tokens": shape.max_batched_tokens,
+        "max_num_seqs": shape.max_seqs,
+        "enable_prefix_caching": shape.prefix_caching,
+        "tensor_parallel_size": shape.ranks,
+        "distributed_executor_backend": "mp" if shape.ranks > 1 else "uni",
+        "kv_transfer_config": {
+            "kv_connector": "UMBPStoreConnector",
+            "kv_connector_module_path": "umbp.connector",
+            "kv_role": shape.role,
+            "kv_load_failure_policy": shape.policy,
+            "kv_connector_extra_config": dict(shape.extra),
+        },
+    }
+    config = EngineArgs(**(arguments | changes)).create_engine_config()
+    config.cache_config.kv_cache_layout = shape.layout
+    for layer in LAYERS:
+        config.compilation_config.static_forward_context[layer] = AttentionLayer()
+    return config
+
+
+class AttentionLayer:
+    """Stands where vLLM keeps a model's attention layer, for the one question that is asked of it."""
+
+    def get_attn_backend(self) -> type[CPUAttentionBackend]:
+        return CPUAttentionBackend
+
+
+def full_attention() -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16
+    )
+
+
+def cache_configs(config: VllmConfig) -> list[KVCacheConfig]:
+    """Each rank's cache configuration, the scheduler's last; made and completed as the engine core does."""
+    ranks = config.parallel_config.tensor_parallel_size
+    specs = [{layer: full_attention() for layer in LAYERS} for _ in range(ranks)]
+    configs = get_kv_cache_configs(config, specs, [1 << 30] * ranks)
+    for one in configs:
+        one.kv_cache_layout = config.cache_config.kv_cache_layout
+    everyone = [*configs, generate_scheduler_kv_cache_config(configs)]
+    config.cache_config.num_gpu_blocks = everyone[-1].num_blocks
+    _, hash_block_size = resolve_kv_cache_block_sizes(everyone[-1], config)
+    for one in everyone:
+        one.hash_block_size = hash_block_size
+    return everyone
+
+
+def worker_config(config: VllmConfig, rank: int) -> VllmConfig:
+    """The configuration as the worker of that rank sees it."""
+    mine = copy.copy(config)
+    mine.parallel_config = copy.copy(config.parallel_config)
+    mine.parallel_config.rank = rank
+    return mine
+
+
+_MASK = (1 << 64) - 1
+
+
+def chain(state: int, tokens: Iterable[int]) -> list[int]:
+    """A number for each token, drawn from all tokens up to it."""
+    numbers = []
+    for token in tokens:
+        state = ((state ^ (token + 1)) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
+        state ^= state >> 29
+        numbers.append(state)
+    return numbers
+
+
+def sample(number: int) -> int:
+    """The token that follows."""
+    return 3 + (number >> 7) % 900
+
+
+def patterns(numbers: Sequence[int], ranks: int) -> np.ndarray:
+    """The KV of tokens: [token, rank, layer, head, content]."""
+    words = ranks * len(LAYERS) * HEADS * 2 * HEAD_SIZE
+    bits = np.array(numbers, dtype=np.uint64)[:, None] + np.arange(words, dtype=np.uint64) * np.uint64(
+        0xD1342543DE82EF95
+    )
+    bits = (bits ^ (bits >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
+    content = (bits >> np.uint64(48)).astype(np.uint16).view(np.int16)
+    return content.reshape(len(numbers), ranks, len(LAYERS), HEADS, 2 * HEAD_SIZE)
+
+
+class Memory:
+    """One rank's KV cache, token by token."""
+
+    def __init__(self, views: Mapping[str, torch.Tensor]) -> None:
+        self._layers = [views[layer].view(torch.int16).numpy() for layer in LAYERS]
+
+    def write(self, table: Sequence[int], start: int, content: np.ndarray) -> None:
+        """`content` is [token, layer, head, content] of the tokens from `start` on."""
+        places = np.arange(start, start + len(content))
+        blocks = np.array(table)[places // BLOCK]
+        for index, layer in enumerate(self._layers):
+            layer[blocks, :, places % BLOCK] = content[:, index]
+
+    def read(self, table: Sequence[int], count: int) -> np.ndarray:
+        """The same of the first `count` tokens."""
+        blocks = list(table[: -(-count // BLOCK)])
+        layers = [
+            layer[blocks].transpose(0, 2, 1, 3).reshape(-1, HEADS, 2 * HEAD_SIZE)[:count]
+            for layer in self._layers
+        ]
+        return np.stack(layers, axis=1)
+
+    def spoil(self, blocks: Iterable[int]) -> None:
+        chosen = list(blocks)
+        for layer in self._layers:
+            layer[chosen] = SPOILED
+
+
+@dataclass(slots=True)
+class Row:
+    """One request in the batch: compute `count` tokens from `start` on."""
+
+    request: Request
+    table: list[int]
+    start: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+class Chains:
+    """The right KV of every request, computed once."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._numbers: dict[str, list[int]] = {}
+        self._patterns: dict[str, np.ndarray] = {}
+
+    def of(self, request: Request, count: int) -> np.ndarray:
+        """[token, rank, layer, head, content] of the request's first `count` tokens."""
+        self._extend(request, count)
+        return self._patterns[request.request_id][:count]
+
+    def next_token(self, request: Request) -> int:
+        self._extend(request, request.num_tokens)
+        return sample(self._numbers[request.request_id][request.num_tokens - 1])
+
+    def forget(self, request_id: str) -> None:
+        self._numbers.pop(request_id, None)
+        self._patterns.pop(request_id, None)
+
+    def _extend(self, request: Request, count: int) -> None:
+        numbers = self._numbers.setdefault(request.request_id, [])
+        if len(numbers) >= count:
+            return
+        salt = sum(request.cache_salt.encode()) if request.cache_salt else 0
+        more = chain(numbers[-1] if numbers else salt, request.all_token_ids[len(numbers) : count])
+        numbers.extend(more)
+        known = self._patterns.get(request.request_id)
+        made = patterns(more, self._ranks)
+        self._patterns[request.request_id] = made if known is None else np.concatenate([known, made])
+
+
+class WrongByteError(AssertionError):
+    """A request's KV isn't what its tokens make it."""
+
+
+class Rank:
+    """One worker: its connector's half and its KV memory."""
+
+    def __init__(self, config: VllmConfig, cache_config: KVCacheConfig, rank: int) -> None:
+        connector = KVConnectorFactory.create_connector(
+            config=worker_config(config, rank), role=KVConnectorRole.WORKER, kv_cache_config=cache_config
+        )
+        assert isinstance(connector, UMBPStoreConnector)
+        self.connector = connector
+        layout = KVCacheLayout[str(cache_config.kv_cache_layout)]
+        views = allocate_kv_cache(cache_config, torch.device("cpu"), layout)
+        self.memory = Memory(views)
+        connector.register_kv_caches(views)
+
+    def results(self, finished: set[str]) -> KVConnectorOutput:
+        """The end of a step, in the order of the model runner."""
+        connector = self.connector
+        output = KVConnectorOutput()
+        transfers = connector.get_transfer_results(finished)
+        output.finished_sending = transfers.finished_sending
+        output.finished_recving = transfers.finished_recving
+        output.failed_recving = transfers.failed_recving
+        output.invalid_block_ids = connector.get_block_ids_with_load_errors()
+        output.kv_connector_stats = connector.get_kv_connector_stats()
+        output.kv_cache_events = connector.get_kv_connector_kv_cache_events()
+        output.kv_connector_worker_meta = connector.build_connector_worker_meta()
+        connector.clear_connector_metadata()
+        return output
+
+
+class Context:
+    """A forward context, as far as a connector looks at it."""
+
+    def __init__(self, has_forward: bool) -> None:
+        self.attn_metadata = {} if has_forward else None
+
+
+class ScriptedEngine:
+    """One engine. `step` runs what the engine core runs in a step; every check is in it."""
+
+    def __init__(self, root: Path, shape: Shape) -> None:
+        self.shape = shape
+        self.config = make_config(root, shape)
+        *per_rank, for_scheduler = cache_configs(self.config)
+        self.ranks = [Rank(self.config, one, rank) for rank, one in enumerate(per_rank)]
+        scheduler_block, hash_block = resolve_kv_cache_block_sizes(for_scheduler, self.config)
+        self.scheduler = Scheduler(
+            vllm_config=self.config,
+            kv_cache_config=for_scheduler,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=scheduler_block,
+            hash_block_size=hash_block,
+            log_stats=True,
+        )
+        connector = self.scheduler.get_kv_connector()
+        assert isinstance(connector, UMBPStoreConnector)
+        self.connector = connector
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self._aggregator = KVOutputAggregator.from_connector(connector, shape.ranks)
+        handshakes = {
+            (0, rank): one.connector.get_handshake_metadata() for rank, one in enumerate(self.ranks)
+        }
+        if shape.ranks > 1:
+            handshakes = pickle.loads(pickle.dumps(handshakes))
+        connector.set_xfer_handshake_metadata_pp_aware(handshakes)
+        hash_function = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_function)
+        self._hasher = get_request_block_hasher(hash_block, hash_function)
+        self._chains = Chains(shape.ranks)
+        self._tables: dict[str, list[int]] = {}
+        self._ids = itertools.count()
+        self.stats = UMBPStats()
+        self.finished: dict[str, Request] = {}
+        self.invalid_blocks: list[set[int]] = []
+        self.steps = 0
+        self.between: Callable[[], None] = lambda: None
+        """Called after a step's forward and before its results are taken in: what arrives in the middle."""
+
+    # What a user does
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 1,
+        *,
+        request_id: str | None = None,
+        salt: str | None = None,
+        reads_cache: bool = True,
+    ) -> Request:
+        parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        parameters.skip_reading_prefix_cache = not reads_cache
+        request = Request(
+            request_id=request_id or f"r{next(self._ids)}",
+            prompt_token_ids=list(prompt),
+            sampling_params=parameters,
+            pooling_params=None,
+            cache_salt=salt,
+            block_hasher=self._hasher,
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, *request_ids: str) -> None:
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def run(self, prompt: Sequence[int], max_tokens: int = 1, **how: Any) -> Request:
+        """Serve one prompt to its end and drain."""
+        request = self.add(prompt, max_tokens, **how)
+        self.drain()
+        assert request.request_id in self.finished
+        return request
+
+    def forget_prefixes(self) -> None:
+        """The engine's own cache is emptied; the pool isn't."""
+        assert self.scheduler.reset_prefix_cache()
+
+    def drain(self, limit: int = 500) -> int:
+        """Step until the engine core would go to sleep; how many steps it took."""
+        for step in range(limit):
+            if not self.scheduler.has_requests():
+                return step
+            self.step()
+        raise AssertionError(f"still busy after {limit} steps: {self.scheduler.requests}")
+
+    # One step
+
+    def step(self) -> SchedulerOutput:
+        self.steps += 1
+        owners = self._owners()
+        output = self.scheduler.schedule()
+        self._spoil_what_changed_owners(owners)
+        rows = self._rows(output)
+        runner_output = self._execute(output, rows)
+        self.between()
+        core_outputs = self.scheduler.update_from_output(output, runner_output)
+        for one in core_outputs.values():
+            if one.scheduler_stats is not None and one.scheduler_stats.kv_connector_stats:
+                self.stats.aggregate(UMBPStats(data=one.scheduler_stats.kv_connector_stats))
+        for row in rows:
+            if row.request.is_finished():
+                self.finished[row.request.request_id] = row.request
+        for request_id in output.finished_req_ids:
+            self._tables.pop(request_id, None)
+            self._chains.forget(request_id)
+        self.connector.scheduler_side.audit()
+        return output
+
+    def _rows(self, output: SchedulerOutput) -> list[Row]:
+        """The batch, with block tables kept as the model runner keeps them."""
+        rows = []
+        for new in output.scheduled_new_reqs:
+            self._tables[new.req_id] = list(new.block_ids[0])
+            rows.append(self._row(new.req_id, new.num_computed_tokens, output))
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            new_blocks = cached.new_block_ids[index]
+            if request_id in cached.resumed_req_ids:
+                assert new_blocks is not None
+                self._tables[request_id] = list(new_blocks[0])
+            elif new_blocks is not None:
+                self._tables[request_id].extend(new_blocks[0])
+            rows.append(self._row(request_id, cached.num_computed_tokens[index], output))
+        return rows
+
+    def _row(self, request_id: str, computed: int, output: SchedulerOutput) -> Row:
+        table = self._tables[request_id]
+        assert table == self.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
+        return Row(
+            self.scheduler.requests[request_id], table, computed, output.num_scheduled_tokens[request_id]
+        )
+
+    def _execute(self, output: SchedulerOutput, rows: list[Row]) -> ModelRunnerOutput:
+        """All ranks side by side, each in the order of the model runner's hooks."""
+        context: Any = Context(bool(rows))
+        is_multi = len(self.ranks) > 1
+        for rank in self.ranks:
+            meta = output.kv_connector_metadata
+            assert meta is not None
+            if is_multi:
+                meta = pickle.loads(pickle.dumps(meta))
+            rank.connector.handle_preemptions(meta)
+            rank.connector.bind_connector_metadata(meta)
+            if output.has_sync_kv_loads:
+                rank.connector.start_load_kv(context)
+        wrong = self._forward(rows)
+        results = []
+        for rank in self.ranks:
+            if not output.has_sync_kv_loads:
+                rank.connector.start_load_kv(context)
+            rank.connector.wait_for_save()
+            results.append(rank.results(output.finished_req_ids))
+        lost = set().union(*(result.invalid_block_ids for result in results))
+        if unexplained := {blocks[0] for blocks in wrong.values()} - lost:
+            raise WrongByteError(
+                f"step {self.steps}: blocks {sorted(unexplained)} hold wrong bytes that no rank has reported; "
+                f"requests and their wrong blocks: {wrong}"
+            )
+        if lost:
+            self.invalid_blocks.append(lost)
+        sampled = [
+            [self._chains.next_token(row.request)] if row.end == row.request.num_tokens else [] for row in rows
+        ]
+        outputs = [self._runner_output(rows, sampled, result) for result in results]
+        if not is_multi:
+            return outputs[0]
+        merged = self._aggregator.aggregate([pickle.loads(pickle.dumps(one)) for one in outputs])
+        assert merged is not None
+        return merged
+
+    def _runner_output(
+        self, rows: list[Row], sampled: list[list[int]], result: KVConnectorOutput
+    ) -> ModelRunnerOutput:
+        if not rows:
+            return ModelRunnerOutput.with_kv_conn_output_only(result)
+        ids = [row.request.request_id for row in rows]
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+            sampled_token_ids=sampled,
+            kv_connector_output=result,
+        )
+
+    # The model
+
+    def _forward(self, rows: list[Row]) -> dict[str, list[int]]:
+        """Compute all rows on all ranks; each request's blocks that hold wrong bytes, in order, where there are
+        any. What is computed from those is spoiled, and whatever is computed from that."""
+        for row in rows:
+            right = self._chains.of(row.request, row.end)[row.start :]
+            for index, rank in enumerate(self.ranks):
+                rank.memory.write(row.table, row.start, right[:, index])
+        causes = self._wrong(rows)
+        tainted: set[str] = set()
+        wrong = causes
+        while fresh := wrong.keys() - tainted:
+            tainted |= fresh
+            for row in rows:
+                if row.request.request_id in fresh:
+                    garbage = np.full((row.count, len(LAYERS), HEADS, 2 * HEAD_SIZE), SPOILED + 1, np.int16)
+                    for rank in self.ranks:
+                        rank.memory.write(row.table, row.start, garbage)
+            wrong = self._wrong(rows)
+        return causes
+
+    def _wrong(self, rows: list[Row]) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for row in rows:
+            right = self._chains.of(row.request, row.end)
+            places: set[int] = set()
+            for index, rank in enumerate(self.ranks):
+                read = rank.memory.read(row.table, row.end)
+                if not np.array_equal(read, right[:, index]):
+                    same = (read == right[:, index]).reshape(row.end, -1).all(axis=1)
+                    places |= set((np.flatnonzero(~same) // BLOCK).tolist())
+            if places:
+                found[row.request.request_id] = [row.table[place] for place in sorted(places)]
+        return found
+
+    # Spoiling
+
+    def _owners(self) -> dict[int, tuple[Any, frozenset[str]]]:
+        """Of each block: its hash in the engine's prefix cache, and the requests that have it."""
+        requests: dict[int, set[str]] = {}
+        manager = self.scheduler.kv_cache_manager
+        for request_id in self.scheduler.requests:
+            for block_id in manager.get_block_ids(request_id)[0]:
+                requests.setdefault(block_id, set()).add(request_id)
+        return {
+            block.block_id: (block.block_hash, frozenset(requests.get(block.block_id, ())))
+            for block in self.pool.blocks
+        }
+
+    def _spoil_what_changed_owners(self, before: Mapping[int, tuple[Any, frozenset[str]]]) -> None:
+        """A block with a new owner keeps its bytes only where the engine's own cache handed them on."""
+        spoiled = []
+        for block_id, (block_hash, requests) in self._owners().items():
+            old_hash, old_requests = before[block_id]
+            is_handed_on = block_hash is not None and block_hash == old_hash
+            if requests - old_requests and not is_handed_on:
+                spoiled.append(block_id)
+        for rank in self.ranks:
+            rank.memory.spoil(spoiled)
+
+    # Accounts
+
+    def check_drained(self) -> None:
+        """After a drain: nothing is pinned, nothing is open, nobody is remembered."""
+        side = self.connector.scheduler_side
+        side.audit()
+        assert not self.scheduler.requests
+        assert (len(side._loads), len(side._stores)) == (0, 0)
+        assert not side._requests
+        assert not side.has_pending_stores()
+        assert self.pool.get_num_free_blocks() == self.shape.blocks - 1
+        assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
+
+    def restored_tokens(self) -> int:
+        return int(self.stats.counters.get("loaded_tokens", 0))
+
+    def count(self, name: str) -> int:
+        """A counter of the connector's, as vLLM was given it."""
+        return int(self.stats.counters.get(name, 0))
+
+    def close(self) -> None:
+        self.connector.shutdown()
+        for rank in self.ranks:
+            rank.connector.shutdown()
