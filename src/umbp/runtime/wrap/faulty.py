@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from random import Random
 from typing import Any
+from weakref import WeakSet
 
 from umbp.data import BlockTransferPlan, RankTopology, TransferJobState
 from umbp.errors import ConfigError, UMBPError
@@ -135,6 +136,7 @@ class FaultyWorkerHandle(PassingWorkerHandle):
         self._plan = plan
         self._random = random
         self._inner_jobs: NotesByJob[TransferJobState] = NotesByJob()
+        self._stores: WeakSet[TransferJobState] = WeakSet()
 
     def load(self, plans: Sequence[BlockTransferPlan]) -> TransferJobState:
         job, rest = self._begin(plans, self._plan.load_jobs, self._plan.load_keys)
@@ -144,6 +146,7 @@ class FaultyWorkerHandle(PassingWorkerHandle):
     def store(self, plans: Sequence[BlockTransferPlan]) -> TransferJobState:
         job, rest = self._begin(plans, self._plan.store_jobs, self._plan.store_keys)
         self._inner_jobs[job] = self._inner.store(rest)
+        self._stores.add(job)
         return job
 
     def wait(self, job: TransferJobState) -> TransferJobState:
@@ -158,7 +161,7 @@ class FaultyWorkerHandle(PassingWorkerHandle):
 
     def publish(self, job: TransferJobState) -> None:
         inner = self._inner_jobs.get(job)
-        if inner is not None and job.status.is_final and self._random.random() < self._plan.publishes:
+        if job in self._stores and job.status.is_final and self._random.random() < self._plan.publishes:
             raise InjectedError("the store was not published, on purpose")
         self._inner.publish(job if inner is None else inner)
 

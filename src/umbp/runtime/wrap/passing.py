@@ -178,7 +178,7 @@ class NotesByJob(Generic[N]):
 
 
 def mirror(inner: TransferJobState, outer: TransferJobState) -> None:
-    """Carry a wrapped job's final outcome over to the wrapper's own job; its other keys are settled already."""
+    """Carry a wrapped job's final outcome over to the wrapper's own job; its other keys are settled."""
     error = inner.error or outer.error
     if inner.plan_bytes is not None:
         sizes = dict(zip(inner.key_column, inner.plan_bytes, strict=True))
