@@ -149,3 +149,8 @@ def pin_blocks(pool: BlockPool, block_ids: Sequence[int]) -> None:
 def unpin_blocks(pool: BlockPool, block_ids: Sequence[int]) -> None:
     """Give back one pin of each block; the last of a prefix becomes the first to be reused."""
     pool.free_blocks([pool.blocks[block_id] for block_id in reversed(block_ids)])
+
+
+def hide_blocks(pool: BlockPool, block_ids: Sequence[int]) -> None:
+    """Take these blocks out of the engine's prefix cache; who has them keeps them."""
+    pool.evict_blocks(set(block_ids))

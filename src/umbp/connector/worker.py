@@ -82,7 +82,6 @@ class WorkerSide:
         self._finished_loads: set[str] = set()
         self._failed_block_ids: set[int] = set()
         self._is_idle_step = False
-        self._is_tainted_step = False
         self._stats = UMBPStats()
         self._evicted_objects = 0.0
         self._next_gauges_s = 0.0
@@ -111,7 +110,6 @@ class WorkerSide:
     def start_loads(self, meta: UMBPConnectorMetadata, has_forward: bool) -> None:
         """Begin this step's loads; those that feed its forward are complete on return."""
         self._is_idle_step = not has_forward
-        self._is_tainted_step = False
         begun = []
         for request_id, plans in meta.load_requests.items():
             job = self._begin(self._handle.load, localized_plans(plans, self._codec))
@@ -121,7 +119,6 @@ class WorkerSide:
             return
         for load in begun:
             self._end_load(load, self._wait(load.job))
-            self._is_tainted_step |= bool(load.job.failed_keys)
 
     def submit_stores(self, meta: UMBPConnectorMetadata) -> None:
         """Begin this step's stores, after its forward. A runtime that copies within the host is waited for:
@@ -129,18 +126,11 @@ class WorkerSide:
         plans = [localized_plans(group, self._codec) for group in meta.store_plan_groups()]
         if not plans:
             return
-        if self._is_tainted_step:
-            # The forward has read blocks that failed to load: nothing that it computed may be kept.
-            refused = [TransferJobState(group) for group in plans]
-            for job in refused:
-                job.fail(job.keys, "the step's load failed")
-        else:
-            refused = []
-        jobs = refused or [self._begin(self._handle.store, group) for group in plans]
+        jobs = [self._begin(self._handle.store, group) for group in plans]
         self._store_parts[meta.store_event] = len(jobs)
         for job in jobs:
             store = _Running(meta.store_event, "", job, self._clock())
-            if refused or self._can.local:
+            if self._can.local:
                 self._end_store(store, self._wait(job))
             else:
                 self._stores.append(store)

@@ -64,6 +64,7 @@ class SchedulerSide:
         self._stores: Ledger[StoreEntry] = Ledger(ranks, self._close_store)
         self._requests: dict[str, RequestState] = {}
         self._admitted: dict[str, tuple[int, BlockLoadBatch]] = {}
+        self._filling: set[bytes] = set()
         self._stores_before_reset: frozenset[int] = frozenset()
         self._block_pool: BlockPool | None = None
         self._stats = UMBPStats()
@@ -108,7 +109,13 @@ class SchedulerSide:
         end = start + -(-external_tokens // self._block_tokens)
         span = BlockSpan(tuple(block_ids[start:end]), tuple(request.block_hashes[start:end]), None)
         entry = LoadEntry(
-            request.request_id, state.promise.owner, span.block_ids, span.block_hashes, external_tokens
+            request.request_id,
+            state.promise.owner,
+            span.block_ids,
+            span.block_hashes,
+            external_tokens,
+            # What a synchronous load and its step fill is in the engine's own cache before it is filled.
+            () if self._options.load_async else tuple(block_ids[start:]),
         )
         # The load owns the promise from here on: it outlives the request if that is aborted.
         state.promise = None
@@ -116,6 +123,8 @@ class SchedulerSide:
         state.is_loading = True
         batch = self._planner.load_batch(request.request_id, span)
         self._admitted[request.request_id] = (self._loads.open(entry), batch)
+        if not self._options.load_async:
+            self._filling.update(span.block_hashes)
 
     def finish(self, request: Request) -> None:
         """The request has ended or was aborted, at whatever point; its loads and stores settle by
@@ -144,6 +153,7 @@ class SchedulerSide:
             meta.load_requests[request_id] = batch
             meta.load_events[request_id] = event
         self._admitted = {}
+        self._filling.clear()
         self._plan_stores(output, meta)
         return meta
 
@@ -151,7 +161,9 @@ class SchedulerSide:
         pinned: list[int] = []
         for request_id, computed_tokens in compat.scheduled_requests(output):
             state = self._requests.get(request_id)
-            if state is None:
+            if state is None or request_id in meta.load_requests:
+                # A step that waits for a request's load computes garbage on every rank if the load fails on one,
+                # and only that rank knows in time: what it computes is stored from the next step on.
                 continue
             span = self._planner.storable(state, computed_tokens, output)
             if span is not None:
@@ -243,11 +255,17 @@ class SchedulerSide:
         finish = "" if reason is None else str(reason)
         self._pool.note(request.request_id, phase, request.block_hashes, output_tokens, finish)
 
+    def _is_filling(self, request: Request, computed_tokens: int) -> bool:
+        """Whether the engine's own hit has blocks that a synchronous load of this very step will fill: whoever
+        takes such a block now is lost with it if the load fails."""
+        hit = request.block_hashes[: computed_tokens // self._block_tokens] if self._filling else ()
+        return not self._filling.isdisjoint(hit)
+
     def _remember_failures(self, invalid_block_ids: set[int]) -> None:
         """Mark every request with a failed load, so that it is computed and not promised the same again.
 
-        A failed load before a forward taints all that the step computed, so every mark of what is stored goes
-        back to the start: blocks that are in the pool already cost a lookup, no copy.
+        The engine's own cache must not hand out what a failed load left unfilled, nor what its step computed
+        from that: the request may end before it has computed those blocks anew.
         """
         for entry in self._loads.entries():
             if invalid_block_ids.isdisjoint(entry.block_ids):
@@ -256,8 +274,11 @@ class SchedulerSide:
             if state is not None and not state.has_failed_load:
                 state.has_failed_load = True
                 self._stats.add("failed_load_requests", 1)
-        for state in self._requests.values():
-            state.tracker.saved_tokens = 0
+            if entry.exposed_block_ids:
+                assert self._block_pool is not None
+                exposed = entry.exposed_block_ids
+                first = min(exposed.index(block_id) for block_id in invalid_block_ids.intersection(exposed))
+                compat.hide_blocks(self._block_pool, exposed[first:])
 
     def _close_load(self, entry: LoadEntry, result: StoreEventResult) -> None:
         self._pool.unhold(entry.owner)

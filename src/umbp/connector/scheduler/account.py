@@ -23,6 +23,8 @@ class LoadEntry:
     block_ids: tuple[int, ...]
     block_hashes: tuple[bytes, ...]
     tokens: int
+    exposed_block_ids: tuple[int, ...] = ()
+    """The blocks from the load's first on, where the engine's own cache offers them already."""
 
 
 @dataclass(frozen=True, slots=True)
