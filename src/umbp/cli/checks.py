@@ -76,6 +76,27 @@ def check_host() -> Iterator[Check]:
     yield Check("RAM file system", "ok", text)
 
 
+def check_memory(options: Options | None) -> Iterator[Check]:
+    """What the tightest bound on memory leaves free, and whether the pool of an engine of one worker fits."""
+    try:
+        from umbp.pool.limits import memory_limits
+    except ImportError as error:
+        yield Check("memory", "bad", f"can't be looked at without the native core: {error}")
+        return
+    tightest = min(memory_limits(), key=lambda limit: limit.free_bytes)
+    text = f"{tightest.source} leaves {format_size(tightest.free_bytes)}"
+    wanted = (options or Options()).worker_capacity(tightest.free_bytes, 1)
+    asked = options is not None and not options.given.isdisjoint(("capacity_bytes", "total_capacity_bytes"))
+    if wanted > tightest.free_bytes:
+        yield Check("memory", "bad", f"{text}, and the pool is to have {format_size(wanted)}; choose less")
+    else:
+        yield Check(
+            "memory",
+            "ok",
+            f"{text}; {'the pool of' if asked else 'by default'} one worker takes {format_size(wanted)}",
+        )
+
+
 def check_vllm() -> Iterator[Check]:
     """Whether vLLM is there, of a version that the connector supports, and takes the connector."""
     version = installed_vllm()
