@@ -1,0 +1,432 @@
+// umbp._native: the core's verbs with numpy columns in and out. All work happens with the GIL released; the
+// key strings are kept alive by a tuple of references meanwhile.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "copy/engine.hpp"
+#include "pool/pool.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace umbp;
+
+namespace {
+
+template <class T>
+using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+template <class T>
+nb::ndarray<nb::numpy, T> array_of(T* data, std::initializer_list<size_t> shape) {
+  nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+  return nb::ndarray<nb::numpy, T>(data, shape, owner);
+}
+
+using U8Array = nb::ndarray<nb::numpy, u8>;
+using U64Array = nb::ndarray<nb::numpy, u64>;
+using BoolArray = nb::ndarray<nb::numpy, bool>;
+
+// The texts of a sequence of str (or bytes), valid while this lives.
+class Texts {
+ public:
+  Texts(nb::handle sequence, bool bytes) : owner_(nb::steal<nb::tuple>(PySequence_Tuple(sequence.ptr()))) {
+    if (!owner_.is_valid()) throw nb::python_error();
+    views.reserve(nb::len(owner_));
+    for (size_t i = 0, n = nb::len(owner_); i < n; i++)
+      views.push_back(text(PyTuple_GetItem(owner_.ptr(), Py_ssize_t(i)), bytes));
+  }
+  std::vector<std::string_view> views;
+
+  static std::string_view text(PyObject* object, bool bytes) {
+    Py_ssize_t size = 0;
+    if (bytes) {
+      char* data = nullptr;
+      if (PyBytes_AsStringAndSize(object, &data, &size) != 0) throw nb::python_error();
+      return {data, size_t(size)};
+    }
+    const char* data = PyUnicode_AsUTF8AndSize(object, &size);
+    if (!data) throw nb::python_error();
+    return {data, size_t(size)};
+  }
+
+ private:
+  nb::tuple owner_;
+};
+
+std::vector<Digest> digests_of(const Texts& texts, u64 seed) {
+  std::vector<Digest> digests;
+  digests.reserve(texts.views.size());
+  for (std::string_view view : texts.views) digests.push_back(digest_of(view, seed));
+  return digests;
+}
+
+std::vector<Digest> raw_digests_of(const std::string& prefix, const Texts& texts, u64 seed) {
+  RawHasher hasher(prefix, seed);
+  std::vector<Digest> digests;
+  digests.reserve(texts.views.size());
+  for (std::string_view view : texts.views) digests.push_back(hasher(view));
+  return digests;
+}
+
+// Keys in either spelling, hashed without the GIL.
+struct Keys {
+  Keys(const Pool& pool, nb::handle keys) : texts(keys, false), seed(pool.segment()->hash_seed()) {}
+  Keys(const Pool& pool, std::string prefix_, nb::handle hashes)
+      : texts(hashes, true), seed(pool.segment()->hash_seed()), prefix(std::move(prefix_)), raw(true) {}
+  size_t size() const { return texts.views.size(); }
+  std::vector<Digest> digests() const {
+    return raw ? raw_digests_of(prefix, texts, seed) : digests_of(texts, seed);
+  }
+
+  Texts texts;
+  u64 seed;
+  std::string prefix;
+  bool raw = false;
+};
+
+BoolArray lookup(const Pool& pool, const Keys& keys) {
+  bool* hits = new bool[keys.size()];
+  BoolArray result = array_of(hits, {keys.size()});
+  nb::gil_scoped_release release;
+  pool.lookup(keys.digests(), hits);
+  return result;
+}
+
+template <class Call>
+U8Array outcomes_by(size_t count, Call&& call) {
+  Outcome* outcomes = new Outcome[count];
+  U8Array result = array_of(reinterpret_cast<u8*>(outcomes), {count});
+  nb::gil_scoped_release release;
+  call(outcomes);
+  return result;
+}
+
+nb::tuple acquire(Pool& pool, const Keys& keys) {
+  u64* tickets = new u64[keys.size()];
+  U64Array ticket_array = array_of(tickets, {keys.size()});
+  U8Array outcomes =
+      outcomes_by(keys.size(), [&](Outcome* out) { pool.acquire(keys.digests(), tickets, out); });
+  return nb::make_tuple(ticket_array, outcomes);
+}
+
+std::span<const u64> span_of(const Column<u64>& column) {
+  return {column.data(), column.shape(0)};
+}
+
+nb::tuple reserve(Pool& pool, u32 ns, const Keys& keys, nb::object object_bytes, nb::object parents) {
+  const size_t count = keys.size();
+  std::vector<u64> bytes;
+  if (PyLong_Check(object_bytes.ptr())) {
+    bytes.assign(count, nb::cast<u64>(object_bytes));
+  } else {
+    auto column = nb::cast<Column<u64>>(object_bytes);
+    if (column.shape(0) != count) throw ConfigError("object_bytes and keys have unequal lengths");
+    bytes.assign(column.data(), column.data() + count);
+  }
+  nb::tuple parent_owner;
+  std::vector<std::optional<std::string_view>> parent_texts;
+  if (!parents.is_none()) {
+    parent_owner = nb::steal<nb::tuple>(PySequence_Tuple(parents.ptr()));
+    if (!parent_owner.is_valid()) throw nb::python_error();
+    if (nb::len(parent_owner) != count) throw ConfigError("parents and keys have unequal lengths");
+    for (size_t i = 0; i < count; i++) {
+      PyObject* item = PyTuple_GetItem(parent_owner.ptr(), Py_ssize_t(i));
+      if (item == Py_None)
+        parent_texts.emplace_back();
+      else
+        parent_texts.emplace_back(Texts::text(item, keys.raw));
+    }
+  }
+  u64* tickets = new u64[count];
+  U64Array ticket_array = array_of(tickets, {count});
+  U8Array outcomes = outcomes_by(count, [&](Outcome* out) {
+    std::vector<std::optional<Digest>> parent_digests;
+    parent_digests.reserve(parent_texts.size());
+    RawHasher hasher(keys.prefix, keys.seed);
+    for (const auto& text : parent_texts) {
+      if (!text)
+        parent_digests.emplace_back();
+      else
+        parent_digests.emplace_back(keys.raw ? hasher(*text) : digest_of(*text, keys.seed));
+    }
+    pool.reserve(ns, keys.digests(), bytes, parent_digests, tickets, out);
+  });
+  return nb::make_tuple(ticket_array, outcomes);
+}
+
+U64Array digest_array(const std::vector<Digest>& digests) {
+  u64* data = new u64[2 * digests.size() + 1];
+  std::memcpy(data, digests.data(), digests.size() * sizeof(Digest));
+  return array_of(data, {digests.size(), 2});
+}
+
+nb::dict stats_dict(const Pool& pool) {
+  Stats s = pool.stats();
+  nb::dict d;
+#define X(name) d[#name] = s.name;
+  X(capacity_bytes)
+  X(used_bytes) X(objects) X(slabs) X(free_slabs) X(slots) X(processes) X(namespaces) X(evicted) X(orphaned)
+      X(reserved) X(published) X(abandoned) X(not_now) X(takeovers) X(rebuilds) X(reaped) X(full)
+          X(slab_moves) X(cleared) X(removed_total) X(pinned_here) X(deferred_here)
+#undef X
+              return d;
+}
+
+template <class T>
+std::vector<T> vector_of(const Column<T>& column) {
+  return {column.data(), column.data() + column.shape(0)};
+}
+
+U8Array copy(CopyEngine& engine, bool is_store, const Runs& runs, const Column<i64>& blocks, const Pool& pool,
+             const Column<u64>& tickets, bool checksum) {
+  const size_t count = blocks.shape(0);
+  if (tickets.shape(0) != count) throw ConfigError("block ids and tickets have unequal lengths");
+  CopyStatus* statuses = new CopyStatus[count];
+  U8Array result = array_of(reinterpret_cast<u8*>(statuses), {count});
+  nb::gil_scoped_release release;
+  std::span<const i64> block_span(blocks.data(), count);
+  if (is_store)
+    engine.store(runs, block_span, pool, span_of(tickets), checksum, statuses);
+  else
+    engine.load(runs, block_span, pool, span_of(tickets), checksum, statuses);
+  return result;
+}
+
+void raise_as(const char* kind, const char* message) {
+  nb::object type = nb::module_::import_("umbp.errors").attr(kind);
+  PyErr_SetString(type.ptr(), message);
+}
+
+void arm_from_environment() {
+  const char* point = std::getenv("UMBP_CRASH_POINT");
+  const char* signal = std::getenv("UMBP_CRASH_SIGNAL");
+  if (point) arm_crash_point(std::strtoull(point, nullptr, 10), signal && std::string_view(signal) == "STOP");
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // pools may live in globals until the interpreter is gone
+  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const CapacityError& e) {
+      raise_as("CapacityError", e.what());
+    } catch (const SegmentError& e) {
+      raise_as("SegmentError", e.what());
+    } catch (const InvariantError& e) {
+      raise_as("InvariantError", e.what());
+    } catch (const ConfigError& e) {
+      raise_as("ConfigError", e.what());
+    }
+  });
+
+  m.def("arm_crash_point", &arm_crash_point, "countdown"_a, "stop"_a = false);
+  m.def("arm_crash_point_from_environment", &arm_from_environment);
+  m.def(
+      "reserved_bytes",
+      [](u64 capacity, u64 slab, u64 smallest, u64 processes) {
+        return Geometry::make(capacity, slab, smallest).reserved_bytes(processes);
+      },
+      "capacity_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "processes"_a);
+  m.def("slot_bytes", &slot_bytes_for, "object_bytes"_a);
+  m.def(
+      "geometry",
+      [](u64 capacity, u64 slab, u64 smallest) {
+        Geometry g = Geometry::make(capacity, slab, smallest);
+        nb::dict d;
+#define X(name) d[#name] = g.name;
+        UMBP_GEOMETRY_FIELDS(X)
+#undef X
+        return d;
+      },
+      "capacity_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a);
+
+  auto parameters = [](u64 capacity, u64 slab, u64 smallest, double high, double low) {
+    return CreateParameters{capacity, slab, smallest, u32(high * 1e6 + 0.5), u32(low * 1e6 + 0.5)};
+  };
+  nb::class_<Pool>(m, "Pool")
+      .def_static(
+          "create_memfd",
+          [parameters](u64 capacity, u64 slab, u64 smallest, double high, double low, double patience_s) {
+            nb::gil_scoped_release release;
+            return new Pool(Segment::create_memfd(parameters(capacity, slab, smallest, high, low)),
+                            u64(patience_s * 1e9));
+          },
+          "capacity_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "high"_a, "low"_a, "lock_patience_s"_a)
+      .def_static(
+          "create_file",
+          [parameters](const std::string& path, u64 capacity, u64 slab, u64 smallest, double high, double low,
+                       double patience_s) {
+            nb::gil_scoped_release release;
+            return new Pool(Segment::create_file(path, parameters(capacity, slab, smallest, high, low)),
+                            u64(patience_s * 1e9));
+          },
+          "path"_a, "capacity_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "high"_a, "low"_a,
+          "lock_patience_s"_a)
+      .def_static(
+          "attach",
+          [](const std::string& path, double patience_s) {
+            nb::gil_scoped_release release;
+            return new Pool(Segment::attach(path), u64(patience_s * 1e9));
+          },
+          "path"_a, "lock_patience_s"_a)
+      .def("close", &Pool::close, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("closed", &Pool::is_closed)
+      .def_prop_ro("fd", [](const Pool& p) { return p.segment()->fd(); })
+      .def_prop_ro("process_slot", [](const Pool& p) { return p.segment()->process_slot(); })
+      .def_prop_ro("capacity_bytes", [](const Pool& p) { return p.segment()->geometry().capacity_bytes; })
+      .def_prop_ro("slab_bytes", [](const Pool& p) { return p.segment()->geometry().slab_bytes; })
+      .def_prop_ro("min_object_bytes", [](const Pool& p) { return p.segment()->geometry().min_object_bytes; })
+      .def_prop_ro("arena",
+                   [](const Pool& p) {
+                     auto s = p.segment();
+                     u64 address = reinterpret_cast<u64>(s->base() + s->geometry().arena_at);
+                     return nb::make_tuple(address, s->geometry().capacity_bytes);
+                   })
+      .def(
+          "lookup", [](const Pool& p, nb::handle keys) { return lookup(p, Keys(p, keys)); }, "keys"_a)
+      .def(
+          "lookup_raw",
+          [](const Pool& p, std::string prefix, nb::handle hashes) {
+            return lookup(p, Keys(p, std::move(prefix), hashes));
+          },
+          "prefix"_a, "hashes"_a)
+      .def(
+          "match",
+          [](const Pool& p, const std::string& prefix, nb::handle hashes) {
+            Texts texts(hashes, true);
+            nb::gil_scoped_release release;
+            return p.match(texts.views.size(), texts.views, prefix);
+          },
+          "prefix"_a, "hashes"_a)
+      .def(
+          "digests", [](const Pool& p, nb::handle keys) { return digest_array(Keys(p, keys).digests()); },
+          "keys"_a)
+      .def(
+          "digests_raw",
+          [](const Pool& p, std::string prefix, nb::handle hashes) {
+            return digest_array(Keys(p, std::move(prefix), hashes).digests());
+          },
+          "prefix"_a, "hashes"_a)
+      .def(
+          "namespace", [](Pool& p, const std::string& name) { return p.open_namespace(name); }, "name"_a,
+          nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "reserve",
+          [](Pool& p, u32 ns, nb::handle keys, nb::object object_bytes, nb::object parents) {
+            return reserve(p, ns, Keys(p, keys), object_bytes, parents);
+          },
+          "ns"_a, "keys"_a, "object_bytes"_a, "parents"_a = nb::none())
+      .def(
+          "reserve_raw",
+          [](Pool& p, u32 ns, std::string prefix, nb::handle hashes, nb::object object_bytes,
+             nb::object parents) {
+            return reserve(p, ns, Keys(p, std::move(prefix), hashes), object_bytes, parents);
+          },
+          "ns"_a, "prefix"_a, "hashes"_a, "object_bytes"_a, "parents"_a = nb::none())
+      .def(
+          "publish",
+          [](Pool& p, Column<u64> tickets) {
+            return outcomes_by(tickets.shape(0), [&](Outcome* out) { p.publish(span_of(tickets), out); });
+          },
+          "tickets"_a)
+      .def(
+          "abandon",
+          [](Pool& p, Column<u64> tickets) {
+            return outcomes_by(tickets.shape(0), [&](Outcome* out) { p.abandon(span_of(tickets), out); });
+          },
+          "tickets"_a)
+      .def(
+          "acquire", [](Pool& p, nb::handle keys) { return acquire(p, Keys(p, keys)); }, "keys"_a)
+      .def(
+          "acquire_raw",
+          [](Pool& p, std::string prefix, nb::handle hashes) {
+            return acquire(p, Keys(p, std::move(prefix), hashes));
+          },
+          "prefix"_a, "hashes"_a)
+      .def(
+          "release",
+          [](Pool& p, Column<u64> tickets) {
+            return outcomes_by(tickets.shape(0), [&](Outcome* out) { p.release(span_of(tickets), out); });
+          },
+          "tickets"_a)
+      .def(
+          "touch",
+          [](Pool& p, nb::handle keys) {
+            Keys k(p, keys);
+            return outcomes_by(k.size(), [&](Outcome* out) { p.touch(k.digests(), out); });
+          },
+          "keys"_a)
+      .def(
+          "touch_raw",
+          [](Pool& p, std::string prefix, nb::handle hashes) {
+            Keys k(p, std::move(prefix), hashes);
+            return outcomes_by(k.size(), [&](Outcome* out) { p.touch(k.digests(), out); });
+          },
+          "prefix"_a, "hashes"_a)
+      .def(
+          "remove",
+          [](Pool& p, nb::handle keys) {
+            Keys k(p, keys);
+            return outcomes_by(k.size(), [&](Outcome* out) { p.remove(k.digests(), out); });
+          },
+          "keys"_a)
+      .def("clear", &Pool::clear, "ns"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "removed_since",
+          [](const Pool& p, u64 cursor) {
+            std::vector<Digest> removed;
+            std::optional<u64> head = p.removed_since(cursor, removed);
+            if (!head) removed.clear();
+            return nb::make_tuple(digest_array(removed), head ? *head : p.removed_head(), !head);
+          },
+          "cursor"_a)
+      .def("removed_head", &Pool::removed_head)
+      .def(
+          "payload",
+          [](const Pool& p, Column<u64> tickets) {
+            size_t count = tickets.shape(0);
+            u64 *addresses = new u64[count], *lengths = new u64[count];
+            U64Array a = array_of(addresses, {count}), l = array_of(lengths, {count});
+            p.payload(span_of(tickets), addresses, lengths);
+            return nb::make_tuple(a, l);
+          },
+          "tickets"_a)
+      .def("stats", &stats_dict)
+      .def("audit", &Pool::audit, nb::call_guard<nb::gil_scoped_release>())
+      .def("reap", &Pool::reap, nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<Runs>(m, "Runs")
+      .def(
+          "__init__",
+          [](Runs* self, Column<u64> base, Column<i64> stride, Column<u64> bytes, Column<u64> offset,
+             i64 block_count, u64 object_bytes) {
+            Runs runs{vector_of(base),   vector_of(stride), vector_of(bytes),
+                      vector_of(offset), block_count,       object_bytes};
+            runs.check();
+            new (self) Runs(std::move(runs));
+          },
+          "base_address"_a, "block_stride"_a, "run_bytes"_a, "object_offset"_a, "block_count"_a,
+          "object_bytes"_a)
+      .def_ro("object_bytes", &Runs::object_bytes)
+      .def_ro("block_count", &Runs::block_count);
+
+  nb::class_<CopyEngine>(m, "CopyEngine")
+      .def(nb::init<u32>(), "threads"_a)
+      .def_prop_ro("threads", &CopyEngine::threads)
+      .def("close", &CopyEngine::close, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "store",
+          [](CopyEngine& e, const Runs& runs, Column<i64> blocks, const Pool& pool, Column<u64> tickets,
+             bool checksum) { return copy(e, true, runs, blocks, pool, tickets, checksum); },
+          "runs"_a, "block_ids"_a, "pool"_a, "tickets"_a, "checksum"_a)
+      .def(
+          "load",
+          [](CopyEngine& e, const Runs& runs, Column<i64> blocks, const Pool& pool, Column<u64> tickets,
+             bool checksum) { return copy(e, false, runs, blocks, pool, tickets, checksum); },
+          "runs"_a, "block_ids"_a, "pool"_a, "tickets"_a, "checksum"_a);
+}

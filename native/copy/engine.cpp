@@ -1,0 +1,162 @@
+#include "copy/engine.hpp"
+
+#include <algorithm>
+#include <functional>
+
+#include "copy/move.hpp"
+#include "pool/objects.hpp"
+
+namespace umbp {
+
+// A share of the objects is handed to a thread at a time; small objects in larger shares.
+static constexpr u64 kShareBytes = 1u << 20;
+
+void Runs::check() const {
+  if (block_stride.size() != base.size() || run_bytes.size() != base.size() ||
+      object_offset.size() != base.size())
+    throw ConfigError("the columns of a layout's runs have unequal lengths");
+  if (base.empty() || block_count <= 0 || object_bytes == 0)
+    throw ConfigError("a layout needs runs, blocks and bytes");
+  for (std::size_t i = 0; i < base.size(); i++)
+    if (base[i] == 0 || run_bytes[i] == 0 || run_bytes[i] > object_bytes ||
+        object_offset[i] > object_bytes - run_bytes[i])
+      throw ConfigError("run " + std::to_string(i) + " of a layout lies outside its object");
+}
+
+struct CopyEngine::Job {
+  std::size_t count, share;
+  std::function<void(std::size_t)> one;
+  std::atomic<std::size_t> next{0};
+  std::size_t users = 0;  // threads at work on it; under the engine's mutex
+
+  void run() {
+    for (;;) {
+      std::size_t from = next.fetch_add(share, std::memory_order_relaxed);
+      if (from >= count) return;
+      for (std::size_t i = from; i < std::min(from + share, count); i++) one(i);
+    }
+  }
+};
+
+CopyEngine::CopyEngine(u32 threads) : fork_epoch_(fork_epoch()) {
+  if (threads == 0 || threads > 256) throw ConfigError("a copy engine has between 1 and 256 threads");
+  for (u32 i = 1; i < threads; i++) workers_.emplace_back([this] { work(); });
+}
+
+CopyEngine::~CopyEngine() {
+  if (fork_epoch_ == fork_epoch()) {
+    close();
+    return;
+  }
+  for (std::thread& worker : workers_) worker.detach();  // a forked child has no such threads
+}
+
+void CopyEngine::close() {
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    closing_ = true;
+  }
+  wanted_.notify_all();
+  for (std::thread& worker : workers_)
+    if (worker.joinable()) worker.join();
+}
+
+void CopyEngine::work() {
+  std::unique_lock<std::mutex> guard(mutex_);
+  for (;;) {
+    wanted_.wait(guard, [this] { return closing_ || !jobs_.empty(); });
+    if (jobs_.empty()) return;
+    Job* job = jobs_.front();
+    if (job->next.load(std::memory_order_relaxed) >= job->count) {
+      jobs_.pop_front();
+      continue;
+    }
+    job->users++;
+    guard.unlock();
+    job->run();
+    guard.lock();
+    if (--job->users == 0) finished_.notify_all();
+  }
+}
+
+template <class One>
+void CopyEngine::run(std::size_t count, std::size_t object_bytes, One&& one) {
+  if (fork_epoch_ != fork_epoch())
+    throw SegmentError("this copy engine was made before a fork; make another");
+  Job job{count, std::max<std::size_t>(1, kShareBytes / object_bytes), std::forward<One>(one)};
+  const bool is_shared = !workers_.empty() && count > job.share;
+  if (is_shared) {
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      if (closing_) throw ConfigError("this copy engine has been closed");
+      jobs_.push_back(&job);
+    }
+    wanted_.notify_all();
+  }
+  job.run();
+  if (!is_shared) return;
+  std::unique_lock<std::mutex> guard(mutex_);
+  std::erase(jobs_, &job);
+  finished_.wait(guard, [&job] { return job.users == 0; });
+}
+
+// Reads of slots that this process holds need no lock: nobody else changes them while they are held.
+void CopyEngine::store(const Runs& runs, std::span<const i64> blocks, const Pool& pool,
+                       std::span<const u64> tickets, bool checksum, CopyStatus* statuses) {
+  auto segment = pool.segment();
+  Objects objects(*segment);
+  run(blocks.size(), runs.object_bytes, [&](std::size_t i) {
+    const u64 ticket = tickets[i];
+    const u32 slot = ticket_slot(ticket);
+    statuses[i] = CopyStatus::bad_ticket;
+    if (!objects.names(ticket, SlotState::reserved) ||
+        word_owner(objects.word(slot)) != segment->process_slot())
+      return;
+    statuses[i] = CopyStatus::bad_block;
+    if (blocks[i] < 0 || blocks[i] >= runs.block_count) return;
+    statuses[i] = CopyStatus::bad_length;
+    if (segment->record(slot).length != runs.object_bytes ||
+        runs.object_bytes > segment->slab_slot_bytes(segment->slab_of(slot)) - kTrailerBytes)
+      return;
+    std::byte* object = segment->payload(slot);
+    gather(runs, blocks[i], object);
+    if (checksum) {
+      Trailer& trailer = segment->trailer(slot);
+      trailer.checksum = checksum_of(object, runs.object_bytes);
+      trailer.flags |= 1;
+    }
+    statuses[i] = CopyStatus::ok;
+  });
+}
+
+void CopyEngine::load(const Runs& runs, std::span<const i64> blocks, const Pool& pool,
+                      std::span<const u64> tickets, bool checksum, CopyStatus* statuses) {
+  auto segment = pool.segment();
+  Objects objects(*segment);
+  run(blocks.size(), runs.object_bytes, [&](std::size_t i) {
+    const u64 ticket = tickets[i];
+    const u32 slot = ticket_slot(ticket);
+    statuses[i] = CopyStatus::bad_ticket;
+    if (!objects.names(ticket, SlotState::published) && !objects.names(ticket, SlotState::doomed)) return;
+    if (segment->my_pin(slot).load(std::memory_order_acquire) == 0) return;
+    statuses[i] = CopyStatus::bad_block;
+    if (blocks[i] < 0 || blocks[i] >= runs.block_count) return;
+    statuses[i] = CopyStatus::bad_length;
+    if (segment->record(slot).length != runs.object_bytes ||
+        runs.object_bytes > segment->slab_slot_bytes(segment->slab_of(slot)) - kTrailerBytes)
+      return;
+    const std::byte* object = segment->payload(slot);
+    statuses[i] = CopyStatus::bad_checksum;
+    if (checksum) {
+      const Trailer& trailer = segment->trailer(slot);
+      if (trailer.magic != kTrailerMagic || !(trailer.flags & 1) ||
+          trailer.key != segment->record(slot).digest ||
+          trailer.checksum != checksum_of(object, runs.object_bytes))
+        return;
+    }
+    scatter(runs, blocks[i], object);
+    statuses[i] = CopyStatus::ok;
+  });
+}
+
+}  // namespace umbp

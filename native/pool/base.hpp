@@ -1,0 +1,62 @@
+// Integer names, the core's error kinds, and the few primitives that crash safety rests on.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace umbp {
+
+using u8 = std::uint8_t;
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+using i64 = std::int64_t;
+
+struct SegmentError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+struct CapacityError : SegmentError {
+  using SegmentError::SegmentError;
+};
+struct InvariantError : std::logic_error {
+  using std::logic_error::logic_error;
+};
+struct ConfigError : std::invalid_argument {
+  using std::invalid_argument::invalid_argument;
+};
+
+// Whoever is killed has executed a prefix of its instructions, so the only order that a crash can see is the
+// compiler's. ordered() forbids the compiler to move memory accesses across it.
+inline void ordered() {
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+}
+
+inline void pause_cpu() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+inline void prefetch(const void* address) {
+  __builtin_prefetch(address, 0, 3);
+}
+
+u64 monotonic_ns();
+
+// Crash points: inert (one predictable branch) unless the environment variable UMBP_CRASH_POINT arms them.
+// The n-th point passed after arming ends the process with SIGKILL, or stops it with UMBP_CRASH_SIGNAL=STOP.
+extern std::atomic<bool> crash_armed;
+void crash_point_reached();
+void arm_crash_point(u64 countdown, bool stop);
+inline void crash_point() {
+  ordered();
+  if (__builtin_expect(crash_armed.load(std::memory_order_relaxed), 0)) crash_point_reached();
+  ordered();
+}
+
+}  // namespace umbp

@@ -1,0 +1,144 @@
+#include "pool/format.hpp"
+
+#include <signal.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#define XXH_INLINE_ALL
+#include "xxhash.h"
+
+namespace umbp {
+
+u64 monotonic_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return u64(now.tv_sec) * 1000000000ull + u64(now.tv_nsec);
+}
+
+std::atomic<bool> crash_armed{false};
+static std::atomic<u64> crash_countdown{0};
+static std::atomic<bool> crash_stops{false};
+
+void arm_crash_point(u64 countdown, bool stop) {
+  crash_countdown = countdown;
+  crash_stops = stop;
+  crash_armed = countdown > 0;
+}
+
+void crash_point_reached() {
+  if (crash_countdown.fetch_sub(1) != 1) return;
+  crash_armed = false;
+  kill(getpid(), crash_stops ? SIGSTOP : SIGKILL);
+}
+
+Digest digest_of(std::string_view key, u64 seed) {
+  XXH128_hash_t h = XXH3_128bits_withSeed(key.data(), key.size(), seed);
+  return {h.low64, h.high64};
+}
+
+Digest RawHasher::operator()(std::string_view hash) {
+  static const char digits[] = "0123456789abcdef";
+  text_.resize(prefix_ + 2 * hash.size());
+  char* out = text_.data() + prefix_;
+  for (unsigned char byte : hash) {
+    *out++ = digits[byte >> 4];
+    *out++ = digits[byte & 15];
+  }
+  return digest_of(text_, seed_);
+}
+
+u64 checksum_of(const void* data, std::size_t bytes) {
+  return XXH3_64bits(data, bytes);
+}
+
+Geometry Geometry::make(u64 capacity_bytes, u64 slab_bytes, u64 min_object_bytes) {
+  if (min_object_bytes == 0 || min_object_bytes > kMaxBytes)
+    throw ConfigError("min_object_bytes must be between 1 and 2**50, not " +
+                      std::to_string(min_object_bytes));
+  if (slab_bytes == 0 || slab_bytes % kPageBytes || slab_bytes > kMaxBytes)
+    throw ConfigError("slab_bytes must be a positive multiple of 4096, not " + std::to_string(slab_bytes));
+  if (capacity_bytes < slab_bytes || capacity_bytes > kMaxBytes)
+    throw ConfigError("capacity_bytes must be between one slab (" + std::to_string(slab_bytes) +
+                      " bytes) and 2**50, not " + std::to_string(capacity_bytes));
+  if (slot_bytes_for(min_object_bytes) > slab_bytes)
+    throw ConfigError("an object of min_object_bytes=" + std::to_string(min_object_bytes) +
+                      " and its 64-byte trailer don't fit a slab of " + std::to_string(slab_bytes) +
+                      " bytes");
+  Geometry g;
+  g.slab_count = capacity_bytes / slab_bytes;
+  g.capacity_bytes = g.slab_count * slab_bytes;
+  g.slab_bytes = slab_bytes;
+  g.min_object_bytes = min_object_bytes;
+  g.slots_per_slab = slab_bytes / slot_bytes_for(min_object_bytes);
+  g.max_slots = g.slab_count * g.slots_per_slab;
+  if (g.max_slots >= kNil)
+    throw ConfigError("capacity_bytes=" + std::to_string(capacity_bytes) +
+                      " with min_object_bytes=" + std::to_string(min_object_bytes) +
+                      " makes more than 2**32 slots; raise min_object_bytes");
+  g.index_entries = round_up(2 * g.max_slots, kPageBytes / sizeof(IndexEntry));
+  g.pin_row_bytes = round_up(2 * g.max_slots, kPageBytes);
+  u64 at = kPageBytes;
+  auto place = [&at](u64 bytes) {
+    u64 here = at;
+    at += round_up(bytes, kPageBytes);
+    return here;
+  };
+  g.processes_at = place(kProcessLimit * sizeof(Process));
+  g.namespaces_at = place(kNamespaceLimit * sizeof(Namespace));
+  g.classes_at = place(kClassLimit * sizeof(Class));
+  g.slabs_at = place(g.slab_count * sizeof(Slab));
+  g.ring_at = place(kRingEntries * sizeof(RingEntry));
+  g.index_at = place(g.index_entries * sizeof(IndexEntry));
+  g.records_at = place(g.max_slots * sizeof(SlotRecord));
+  g.pins_at = place(kProcessLimit * g.pin_row_bytes);
+  at = round_up(at, 2u << 20);  // huge pages need it, and a hole costs nothing
+  g.arena_at = at;
+  g.total_bytes = at + g.capacity_bytes;
+  return g;
+}
+
+u64 Geometry::reserved_bytes(u64 processes) const {
+  return pins_at + processes * pin_row_bytes + capacity_bytes;
+}
+
+u64 header_checksum(const Header& header) {
+  return XXH3_64bits(&header, offsetof(Header, checksum));
+}
+
+void check_header(const Header& header, u64 file_bytes, u32 file_uid, const std::string& where) {
+  auto refuse = [&where](const std::string& why) -> void {
+    throw SegmentError(where + " can't be attached: " + why);
+  };
+  if (header.magic != kMagic) refuse("it isn't a UMBP pool");
+  if (header.version != kFormatVersion || header.header_bytes != sizeof(Header))
+    refuse("it has pool format " + std::to_string(header.version) + ", this package reads format " +
+           std::to_string(kFormatVersion));
+  auto state = SegmentState(header.state.load());
+  if (state == SegmentState::initialising)
+    refuse("its creator hasn't finished making it; if that process is gone, delete it");
+  if (state == SegmentState::destroyed) refuse("it has been destroyed by its owner");
+  if (state != SegmentState::ready) refuse("its header is damaged (state)");
+  Geometry want;
+  try {
+    want = Geometry::make(header.geometry.capacity_bytes, header.geometry.slab_bytes,
+                          header.geometry.min_object_bytes);
+  } catch (const ConfigError& error) {
+    refuse(std::string("its header is damaged (") + error.what() + ")");
+  }
+#define X(name) \
+  if (header.geometry.name != want.name) refuse("its header is damaged (" #name ")");
+  UMBP_GEOMETRY_FIELDS(X)
+#undef X
+  if (header.process_limit != kProcessLimit) refuse("its header is damaged (process_limit)");
+  if (header.owner_uid != file_uid) refuse("its header names another owner than its file (owner_uid)");
+  if (header.low_ppm == 0 || header.low_ppm > header.high_ppm || header.high_ppm > 1000000)
+    refuse("its header is damaged (watermarks)");
+  if (header.checksum != header_checksum(header)) refuse("its header is damaged (checksum)");
+  if (want.total_bytes != file_bytes)
+    refuse("its file has " + std::to_string(file_bytes) + " bytes where its header says " +
+           std::to_string(want.total_bytes));
+}
+
+}  // namespace umbp

@@ -1,0 +1,209 @@
+// The segment's format: what lies where, and which of it is truth.
+//
+//   header | processes | namespaces | classes | slabs | ring | index | slot records | pin rows | arena
+//
+// Truth, from which everything else is rebuilt after a crash: a slab's slot_bytes; a slot record's state word
+// with the fields that it vouches for; the pin rows of living processes; namespace names and epochs. Derived:
+// the index, free lists, eviction order links, child links, counts, uses.
+//
+// Lock-free readers read the index (and namespace epochs) and nothing else.
+#pragma once
+
+#include "pool/base.hpp"
+#include "pool/digest.hpp"
+
+namespace umbp {
+
+constexpr u32 kNil = 0xffffffffu;
+constexpr u64 kMagic = 0x4c4f4f5050424d55ull;       // "UMBPPOOL"
+constexpr u64 kTrailerMagic = 0x314c4941525450ull;  // "PTRAIL1"
+constexpr u32 kFormatVersion = 1;
+constexpr u64 kPageBytes = 4096;
+constexpr u32 kProcessLimit = 64;
+constexpr u32 kNamespaceLimit = 1024;
+constexpr u32 kNamespaceNameBytes = 216;
+constexpr u32 kClassLimit = 256;
+constexpr u64 kRingEntries = 65536;
+constexpr u64 kTrailerBytes = 64;
+constexpr u64 kMaxBytes = 1ull << 50;
+constexpr i64 kLockBase = 1ll << 60;  // byte locks live far behind the file's end
+
+inline u64 round_up(u64 value, u64 unit) {
+  return (value + unit - 1) / unit * unit;
+}
+inline u64 slot_bytes_for(u64 object_bytes) {
+  return round_up(object_bytes + kTrailerBytes, kPageBytes);
+}
+
+enum class SegmentState : u32 { initialising = 0, ready = 1, destroyed = 2 };
+
+// Everything that fixes where things lie. The last fields follow from the first three; an attacher computes
+// them afresh and compares, so a damaged field is found by name.
+#define UMBP_GEOMETRY_FIELDS(X)                                                                       \
+  X(capacity_bytes)                                                                                   \
+  X(slab_bytes) X(min_object_bytes) X(slab_count) X(slots_per_slab) X(max_slots) X(index_entries)     \
+      X(processes_at) X(namespaces_at) X(classes_at) X(slabs_at) X(ring_at) X(index_at) X(records_at) \
+          X(pins_at) X(pin_row_bytes) X(arena_at) X(total_bytes)
+
+struct Geometry {
+#define X(name) u64 name = 0;
+  UMBP_GEOMETRY_FIELDS(X)
+#undef X
+  // Throws ConfigError with one sentence if the three can't make a pool.
+  static Geometry make(u64 capacity_bytes, u64 slab_bytes, u64 min_object_bytes);
+  u64 slots_in_slab(u64 slot_bytes) const { return slab_bytes / slot_bytes; }
+  // All that a pool may come to use with `processes` attached: metadata in full and the arena.
+  u64 reserved_bytes(u64 processes) const;
+};
+
+struct alignas(64) Header {
+  // Fixed at creation.
+  u64 magic;
+  u32 version;
+  u32 header_bytes;
+  Geometry geometry;
+  u64 hash_seed;
+  u64 pool_id[2];
+  u32 owner_uid;
+  u32 process_limit;
+  u32 high_ppm, low_ppm;
+  u64 checksum;  // of all bytes before it
+
+  alignas(64) std::atomic<u32> state;
+  // Each hot word has a cache line of its own: lookups read `moves`, everybody fights for `lock`.
+  alignas(64) std::atomic<u32> lock;
+  std::atomic<u32>
+      dirty;  // set while the lock holder changes things; found set, everything derived is rebuilt
+  alignas(64) std::atomic<u64> moves;      // odd while index entries move
+  alignas(64) std::atomic<u64> ring_head;  // digests ever removed
+  alignas(64) u64 clock;                   // touch stamps
+  u32 call_id, plan_id;                    // tags for per-call and per-plan marks in slot records
+  u32 free_slab_head, class_count;
+  u64 free_slabs, used_bytes, objects, index_used;
+  alignas(64) std::atomic<u64> evicted;
+  std::atomic<u64> removed_orphans, reserved_total, published_total, abandoned_total, not_now, takeovers,
+      rebuilds, reaped, full, slab_moves, cleared;
+};
+static_assert(sizeof(Header) <= kPageBytes);
+
+struct alignas(64) Process {
+  std::atomic<u32> generation;  // of the attachment; 24 bits are used
+  std::atomic<u32> in_use;
+  std::atomic<u32> pid;
+  u32 uid;
+  u64 attached_ns;
+};
+
+struct alignas(256) Namespace {
+  u64 used_bytes;
+  u64 quota_bytes;
+  std::atomic<u32> epoch;  // 0: the entry is free
+  u32 swept_epoch;         // differs from epoch while a clear() still has objects to drop
+  Digest digest;
+  char name[kNamespaceNameBytes - 8];
+};
+static_assert(sizeof(Namespace) == 256);
+
+struct alignas(64) Class {
+  u64 slot_bytes;  // 0: the entry is free
+  u32 slabs, partial_head;
+  u64 free_slots;
+  u32 lru_young, lru_old;
+  u64 lru_count;
+  u32 call;  // the reserve call that last asked for it: not to be replaced within it
+};
+
+struct alignas(64) Slab {
+  std::atomic<u64> slot_bytes;     // truth; 0: free
+  u64 touched;                     // newest stamp of its objects
+  u32 klass, used, pinned, fresh;  // fresh: slots from here on were never used since it joined its class
+  u32 free_head, prev, next;       // partial list of its class, or the list of free slabs
+  u32 backed;                      // slot records that have memory
+};
+
+struct RingEntry {
+  std::atomic<u64> low, high;
+};
+
+struct IndexEntry {
+  std::atomic<u64> low, high;
+  std::atomic<u64> ref;  // slot(32) | generation(31) | published(1); 0: empty
+  std::atomic<u64> aux;  // namespace(32) | epoch(32)
+};
+
+enum class SlotState : u8 {
+  free = 0,
+  reserved = 1,
+  published = 2,
+  doomed = 3
+};  // doomed: removed, still pinned
+
+struct alignas(128) SlotRecord {
+  std::atomic<u64> word;  // generation(32) | state(8) | owner(8)
+  Digest digest;
+  u64 parent;  // slot(32) | generation(32); stale once that slot has another generation; 0: none
+  u64 length;
+  u64 stamp;
+  u32 ns, epoch;
+  u32 pins, children;
+  // derived
+  alignas(64) u32 lru_prev;  // younger
+  u32 lru_next;              // older
+  u32 first_child, next_sibling, prev_sibling, next_free;
+  u32 call;                              // marked by this reserve call: not to be evicted for it
+  u32 plan, plan_seen;                   // chosen, or looked through, by this eviction plan
+  u32 plan_children_tag, plan_children;  // children chosen by that plan
+};
+static_assert(sizeof(SlotRecord) == 128);
+
+struct Trailer {
+  Digest ns, key;
+  u64 length;
+  u32 generation, flags;  // flag 1: checksum is set
+  u64 checksum;
+  u64 magic;
+};
+static_assert(sizeof(Trailer) == kTrailerBytes);
+
+inline u64 make_word(u32 generation, SlotState state, u32 owner) {
+  return u64(generation) << 32 | u64(state) << 8 | owner;
+}
+inline u32 word_generation(u64 word) {
+  return u32(word >> 32);
+}
+inline SlotState word_state(u64 word) {
+  return SlotState(u8(word >> 8));
+}
+inline u32 word_owner(u64 word) {
+  return u8(word);
+}
+
+inline u64 make_ticket(u32 slot, u32 generation) {
+  return u64(slot) << 32 | generation;
+}
+inline u32 ticket_slot(u64 ticket) {
+  return u32(ticket >> 32);
+}
+inline u32 ticket_generation(u64 ticket) {
+  return u32(ticket);
+}
+
+inline u64 make_ref(u32 slot, u32 generation, bool published) {
+  return u64(slot) << 32 | u64(generation) << 1 | u64(published);
+}
+inline u32 ref_slot(u64 ref) {
+  return u32(ref >> 32);
+}
+inline u32 ref_generation(u64 ref) {
+  return u32(ref) >> 1;
+}
+inline u32 next_generation(u32 generation) {
+  return (generation & 0x7fffffffu) == 0x7fffffffu ? 1 : generation + 1;
+}
+
+u64 header_checksum(const Header& header);
+
+// Checks a copied header against the file that it came from; throws SegmentError naming what is wrong.
+void check_header(const Header& header, u64 file_bytes, u32 file_uid, const std::string& where);
+
+}  // namespace umbp

@@ -1,0 +1,145 @@
+// The hash index: open addressing, linear probing. Written under the lock; read by anyone without it.
+//
+// A hit validates itself: the reference is read before and after the digest, and a slot's generation changes
+// with every reuse. A miss is believed only if no entry moved meanwhile (`moves` even and unchanged), else
+// asked again.
+#pragma once
+
+#include "pool/segment.hpp"
+
+namespace umbp {
+
+class Index {
+ public:
+  explicit Index(Segment& segment) : segment_(segment), size_(segment.geometry().index_entries) {}
+
+  u64 home(const Digest& digest) const { return u64((unsigned __int128)(digest.low) * size_ >> 64); }
+  void prefetch_home(const Digest& digest) const { prefetch(&segment_.entry(home(digest))); }
+
+  // Under the lock: the entry's position, or -1.
+  i64 find(const Digest& digest) const {
+    u64 at = home(digest);
+    for (u64 steps = 0; steps < size_; steps++, at = at + 1 == size_ ? 0 : at + 1) {
+      IndexEntry& entry = segment_.entry(at);
+      if (entry.ref.load(std::memory_order_relaxed) == 0) return -1;
+      if (entry.low.load(std::memory_order_relaxed) == digest.low &&
+          entry.high.load(std::memory_order_relaxed) == digest.high)
+        return i64(at);
+    }
+    return -1;
+  }
+  u64 ref(i64 at) const { return segment_.entry(u64(at)).ref.load(std::memory_order_relaxed); }
+
+  void insert(const Digest& digest, u64 ref, u64 aux) {
+    u64 at = home(digest);
+    for (u64 steps = 0; segment_.entry(at).ref.load(std::memory_order_relaxed) != 0; steps++) {
+      if (steps == size_) throw SegmentError("the pool is damaged: its index is full");
+      at = at + 1 == size_ ? 0 : at + 1;
+    }
+    write(segment_.entry(at), digest, ref, aux);
+    segment_.header().index_used++;
+  }
+
+  void set_published(i64 at) {
+    std::atomic<u64>& ref = segment_.entry(u64(at)).ref;
+    ref.store(ref.load(std::memory_order_relaxed) | 1, std::memory_order_release);
+  }
+
+  // Backward-shift deletion: no tombstones, so probes stay short for the life of the pool.
+  void erase(i64 position) {
+    std::atomic<u64>& moves = segment_.header().moves;
+    u64 hole = u64(position), at = hole;
+    bool moving = false;
+    for (u64 steps = 0; steps < size_; steps++) {
+      at = at + 1 == size_ ? 0 : at + 1;
+      IndexEntry& entry = segment_.entry(at);
+      u64 ref = entry.ref.load(std::memory_order_relaxed);
+      if (ref == 0) break;
+      Digest digest{entry.low.load(std::memory_order_relaxed), entry.high.load(std::memory_order_relaxed)};
+      u64 from_home = distance(home(digest), at), from_hole = distance(hole, at);
+      if (from_home < from_hole) continue;
+      if (!moving) {
+        moving = true;
+        moves.store(moves.load(std::memory_order_relaxed) | 1, std::memory_order_relaxed);
+        std::atomic_thread_fence(std::memory_order_release);
+      }
+      write(segment_.entry(hole), digest, ref, entry.aux.load(std::memory_order_relaxed));
+      crash_point();
+      hole = at;
+    }
+    segment_.entry(hole).ref.store(0, std::memory_order_release);
+    if (moving) moves.store(moves.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+    segment_.header().index_used--;
+  }
+
+  void clear() {
+    std::atomic<u64>& moves = segment_.header().moves;
+    moves.store(moves.load(std::memory_order_relaxed) | 1, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_release);
+    for (u64 at = 0; at < size_; at++) segment_.entry(at).ref.store(0, std::memory_order_relaxed);
+    segment_.header().index_used = 0;
+  }
+  void settle() {
+    std::atomic<u64>& moves = segment_.header().moves;
+    moves.store((moves.load(std::memory_order_relaxed) | 1) + 1, std::memory_order_release);
+  }
+
+  // Without the lock. Which of `keys` are published in their namespace's present epoch.
+  void lookup(const Digest* keys, std::size_t count, bool* hits) const {
+    constexpr std::size_t kAhead = 16;
+    u64 before = segment_.header().moves.load(std::memory_order_acquire);
+    bool missed = false;
+    for (std::size_t i = 0; i < count; i++) {
+      if (i + kAhead < count) prefetch_home(keys[i + kAhead]);
+      hits[i] = probe(keys[i]);
+      missed |= !hits[i];
+    }
+    for (int tries = 0; missed && tries < 4; tries++) {
+      std::atomic_thread_fence(std::memory_order_acquire);
+      u64 after = segment_.header().moves.load(std::memory_order_acquire);
+      if (after == before && after % 2 == 0) return;
+      before = after;
+      missed = false;
+      for (std::size_t i = 0; i < count; i++)
+        if (!hits[i] && !(hits[i] = probe(keys[i]))) missed = true;
+    }
+  }
+
+ private:
+  u64 distance(u64 from, u64 to) const { return to >= from ? to - from : to + size_ - from; }
+
+  static void write(IndexEntry& entry, const Digest& digest, u64 ref, u64 aux) {
+    entry.ref.store(0, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_release);
+    entry.low.store(digest.low, std::memory_order_relaxed);
+    entry.high.store(digest.high, std::memory_order_relaxed);
+    entry.aux.store(aux, std::memory_order_relaxed);
+    entry.ref.store(ref, std::memory_order_release);
+  }
+
+  bool probe(const Digest& digest) const {
+    u64 at = home(digest);
+    for (u64 steps = 0; steps < size_; steps++, at = at + 1 == size_ ? 0 : at + 1) {
+      IndexEntry& entry = segment_.entry(at);
+      for (int tries = 0; tries < 16; tries++) {
+        u64 ref = entry.ref.load(std::memory_order_acquire);
+        if (ref == 0) return false;
+        u64 low = entry.low.load(std::memory_order_relaxed),
+            high = entry.high.load(std::memory_order_relaxed);
+        u64 aux = entry.aux.load(std::memory_order_relaxed);
+        std::atomic_thread_fence(std::memory_order_acquire);
+        if (entry.ref.load(std::memory_order_relaxed) != ref) continue;
+        if (low != digest.low || high != digest.high) break;
+        u32 ns = u32(aux >> 32);
+        return (ref & 1) && ns < kNamespaceLimit &&
+               segment_.ns(ns).epoch.load(std::memory_order_relaxed) == u32(aux);
+      }
+    }
+    return false;
+  }
+
+  Segment& segment_;
+  const u64 size_;
+};
+
+}  // namespace umbp

@@ -1,0 +1,21 @@
+// The segment's lock: one futex word {process slot, waiters, attach generation}. A dead owner's word is taken
+// over, a living owner, even a stopped one, is never robbed. Not a pthread robust mutex: that one's owner
+// test reads pids and goes wrong across pid namespaces.
+#pragma once
+
+#include "pool/format.hpp"
+
+namespace umbp {
+
+class Segment;
+
+constexpr u32 kLockWaiters = 0x80;
+inline u32 lock_word(u32 slot, u32 generation) {
+  return (generation & 0xffffffu) << 8 | (slot + 1);
+}
+
+// False if a living process kept the lock until `deadline_ns` (CLOCK_MONOTONIC).
+bool lock_segment(Segment& segment, u64 deadline_ns);
+void unlock_segment(Segment& segment);
+
+}  // namespace umbp

@@ -1,0 +1,79 @@
+// The transitions of one stored object, each of them a step that a crash can't split: a slot record's state
+// word changes last (or first, when the object goes), everything else is derived or counted again. Under the
+// lock.
+#pragma once
+
+#include "pool/index.hpp"
+#include "pool/policy.hpp"
+#include "pool/space.hpp"
+#include "pool/tree.hpp"
+
+namespace umbp {
+
+class Objects {
+ public:
+  explicit Objects(Segment& segment)
+      : s(segment), index(segment), space(segment), tree(segment), policy_(segment), policy(policy_) {}
+
+  Segment& s;
+  Index index;
+  Space space;
+  Tree tree;
+
+ private:
+  LeafFirstLru policy_;
+
+ public:
+  Policy& policy;
+
+  u64 word(u32 slot) const { return s.record(slot).word.load(std::memory_order_relaxed); }
+  SlotState state(u32 slot) const { return word_state(word(slot)); }
+  u64 ticket(u32 slot) const { return make_ticket(slot, word_generation(word(slot))); }
+  bool is_current(const SlotRecord& r) const {
+    return s.ns(r.ns).epoch.load(std::memory_order_relaxed) == r.epoch && r.epoch != 0;
+  }
+  // Whether the ticket names what its slot holds now.
+  bool names(u64 ticket, SlotState wanted) const {
+    if (ticket_slot(ticket) >= s.geometry().max_slots ||
+        s.slab_slot_bytes(s.slab_of(ticket_slot(ticket))) == 0)
+      return false;
+    u64 w = word(ticket_slot(ticket));
+    return word_generation(w) == ticket_generation(ticket) && word_state(w) == wanted;
+  }
+
+  // Fills a slot fresh from Space::take and makes it this process's reservation.
+  void reserve(u32 slot, const Digest& digest, u32 ns, u64 length, u32 parent);
+  void publish(u32 slot);
+  void abandon(u32 slot);  // a reservation, anybody's
+  void pin(u32 slot);      // for this process
+  void unpin(u32 slot, u32 process, u16 count);
+  // Makes an object invisible and frees it, at once or with its last pin. A reservation stays its owner's.
+  void drop(u32 slot);
+
+ private:
+  void set_word(SlotRecord& r, u64 word);
+  void unindex(u32 slot);
+  void free(u32 slot);
+  void remember_removed(const Digest& digest);
+};
+
+// Holds the lock, or not: test it. Whoever dies while holding it, or leaves by an exception, leaves the dirty
+// mark, and the next holder rebuilds what is derived before it looks at anything.
+class Locked {
+ public:
+  Locked(Segment& segment, u64 deadline_ns);
+  ~Locked();
+  Locked(const Locked&) = delete;
+  Locked& operator=(const Locked&) = delete;
+  explicit operator bool() const { return held_; }
+  Objects* operator->() { return &objects_; }
+  Objects& operator*() { return objects_; }
+
+ private:
+  Segment& segment_;
+  Objects objects_;
+  int exceptions_;
+  bool held_ = false;
+};
+
+}  // namespace umbp

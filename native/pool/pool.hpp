@@ -1,0 +1,88 @@
+// The verbs of the node pool. All take batches, none throws for a full, busy or stopped neighbour: each key
+// gets its outcome. The lock is held for at most kBatch keys at a time and never while bytes move.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "pool/segment.hpp"
+
+namespace umbp {
+
+enum class Outcome : u8 {
+  reserved = 0,
+  exists = 1,     // published already
+  busy = 2,       // being written by somebody
+  full = 3,       // no room, and nothing more that may be evicted
+  too_large = 4,  // no slab could ever hold it
+  not_now = 5,    // the lock was held too long by a living process
+  published = 6,
+  stale = 7,    // reserved before its namespace was cleared: freed instead of published
+  invalid = 8,  // not a ticket that this process holds in that state
+  hit = 9,
+  miss = 10,
+  released = 11,
+  deferred = 12,  // will be done by this process's next call that gets the lock
+  removed = 13,
+  abandoned = 14,
+  touched = 15,
+};
+
+struct Stats {
+  u64 capacity_bytes, used_bytes, objects, slabs, free_slabs, slots, processes, namespaces, evicted, orphaned,
+      reserved, published, abandoned, not_now, takeovers, rebuilds, reaped, full, slab_moves, cleared,
+      removed_total, pinned_here, deferred_here;
+};
+
+class Pool {
+ public:
+  static constexpr std::size_t kBatch = 256;
+
+  explicit Pool(std::shared_ptr<Segment> segment, u64 lock_patience_ns)
+      : segment_(std::move(segment)), patience_ns_(lock_patience_ns) {}
+
+  // The attachment, kept alive by the caller for the length of a verb; throws once closed.
+  std::shared_ptr<Segment> segment() const;
+  void close();
+  bool is_closed() const;
+
+  // Without the lock.
+  void lookup(std::span<const Digest> keys, bool* hits) const;
+  std::size_t match(std::size_t count, const std::vector<std::string_view>& hashes,
+                    std::string_view prefix) const;
+  std::optional<u64> removed_since(u64 cursor,
+                                   std::vector<Digest>& removed) const;  // the new cursor; none: lost
+  u64 removed_head() const;
+  void payload(std::span<const u64> tickets, u64* addresses, u64* lengths) const;
+  Stats stats() const;
+
+  // Under it.
+  u32 open_namespace(std::string_view name);
+  void reserve(u32 ns, std::span<const Digest> keys, std::span<const u64> object_bytes,
+               std::span<const std::optional<Digest>> parents, u64* tickets, Outcome* outcomes);
+  void publish(std::span<const u64> tickets, Outcome* outcomes);
+  void abandon(std::span<const u64> tickets, Outcome* outcomes);
+  void acquire(std::span<const Digest> keys, u64* tickets, Outcome* outcomes);
+  void release(std::span<const u64> tickets, Outcome* outcomes);
+  void touch(std::span<const Digest> keys, Outcome* outcomes);
+  void remove(std::span<const Digest> keys, Outcome* outcomes);
+  bool clear(u32 ns);
+  u32 reap();
+  void audit();
+
+ private:
+  u64 deadline() const;
+  u64 patient_deadline(Segment& segment) const;
+
+  mutable std::mutex mutex_;
+  std::shared_ptr<Segment> segment_;
+  const u64 patience_ns_;
+};
+
+// Proves every invariant of the segment or throws InvariantError with its name; the lock is held.
+class Objects;
+void audit_segment(Objects& objects);
+
+}  // namespace umbp

@@ -1,0 +1,266 @@
+#include "pool/reap.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "pool/liveness.hpp"
+
+namespace umbp {
+
+static constexpr u64 kJoinPatienceNs = 2000000000ull;
+static constexpr u64 kLeavePatienceNs = 100000000ull;
+static constexpr u64 kRowBatch = 65536;   // row entries looked at in one hold of the lock
+static constexpr u64 kChangeBatch = 256;  // objects changed in one hold of the lock
+static constexpr u64 kSweepBatch = 4096;  // records looked at in one hold of the lock
+
+bool is_dead(Segment& s, u32 process) {
+  return process != s.process_slot() && s.process(process).in_use.load() != 0 &&
+         !other_holds_byte_lock(s.fd(), process);
+}
+
+// One batch of returning what `process` held. True when its row is empty.
+static bool return_batch(Objects& objects, u32 process, u64& cursor) {
+  Segment& s = objects.s;
+  const u64 slots = s.geometry().max_slots, end = std::min(cursor + kRowBatch, slots);
+  u64 changed = 0;
+  for (; cursor < end && changed < kChangeBatch; cursor++) {
+    u32 slot = u32(cursor);
+    u16 count = s.pin(process, slot).load(std::memory_order_relaxed);
+    if (count == 0) continue;
+    changed++;
+    u64 word = objects.word(slot);
+    bool live = s.slab_slot_bytes(s.slab_of(slot)) != 0 && word_state(word) != SlotState::free;
+    if (!live)
+      s.pin(process, slot).store(0, std::memory_order_relaxed);
+    else if (word_state(word) == SlotState::reserved)
+      objects.abandon(slot);
+    else
+      objects.unpin(slot, process, count);
+    crash_point();
+  }
+  return cursor >= slots;
+}
+
+// Returns everything that the attachment `generation` of `process` held, in batches; false if the lock
+// couldn't be had.
+static bool return_all(Segment& s, u32 process, u32 generation, u64 patience_ns) {
+  u64 cursor = 0;
+  for (;;) {
+    Locked lock(s, monotonic_ns() + patience_ns);
+    if (!lock) return false;
+    Process& entry = s.process(process);
+    if (entry.generation.load() != generation || entry.in_use.load() == 0)
+      return true;  // another has done it
+    if (!return_batch(*lock, process, cursor)) continue;
+    entry.in_use.store(0);
+    s.header().reaped.fetch_add(process != s.process_slot(), std::memory_order_relaxed);
+    return true;
+  }
+}
+
+u32 claim_generation(Segment& s, u32 slot) {
+  Process& entry = s.process(slot);
+  u32 generation = (entry.generation.load() + 1) & 0xffffffu;
+  if (generation == 0) generation = 1;
+  entry.generation.store(generation);
+  return generation;
+}
+
+void join_process_table(Segment& s) {
+  const u32 me = s.process_slot();
+  auto refuse = [&s] {
+    throw SegmentError(s.name() + " can't be attached now: a stopped process holds its lock");
+  };
+  if (!s.back_range(s.geometry().pins_at + me * s.geometry().pin_row_bytes, s.geometry().pin_row_bytes))
+    throw CapacityError(s.name() + " can't be attached: no memory for this process's " +
+                        std::to_string(s.geometry().pin_row_bytes) + " bytes of pin counts");
+  Process& entry = s.process(me);
+  if (!return_all(s, me, s.process_generation(), kJoinPatienceNs)) refuse();  // what a predecessor left
+  {
+    Locked lock(s, monotonic_ns() + kJoinPatienceNs);
+    if (!lock) refuse();
+    entry.pid.store(u32(getpid()));
+    entry.uid = geteuid();
+    entry.attached_ns = monotonic_ns();
+    entry.in_use.store(1);
+  }
+  reap_dead(s, monotonic_ns() + kLeavePatienceNs);
+}
+
+void leave_process_table(Segment& s) {
+  try {
+    return_all(s, s.process_slot(), s.process_generation(), kLeavePatienceNs);
+  } catch (const SegmentError&) {
+    // A damaged pool is left as it is; whoever attaches next finds our entry in use without its byte lock.
+  }
+}
+
+u32 reap_dead(Segment& s, u64 deadline_ns) {
+  u32 reaped = 0;
+  for (u32 process = 0; process < kProcessLimit; process++) {
+    if (!is_dead(s, process)) continue;
+    u64 now = monotonic_ns();
+    u64 patience = deadline_ns > now ? deadline_ns - now : 0;
+    if (!return_all(s, process, s.process(process).generation.load(), patience)) return reaped;
+    reaped++;
+  }
+  for (u32 ns = 0; ns < kNamespaceLimit; ns++) {
+    Namespace& entry = s.ns(ns);
+    u32 epoch = entry.epoch.load(std::memory_order_relaxed);
+    if (epoch == 0) break;
+    if (entry.swept_epoch != epoch && !sweep_namespace(s, ns, deadline_ns)) break;
+  }
+  return reaped;
+}
+
+bool sweep_namespace(Segment& s, u32 ns, u64 deadline_ns) {
+  u64 slab_index = 0, position = 0;
+  for (;;) {
+    Locked lock(s, deadline_ns);
+    if (!lock) return false;
+    Namespace& entry = s.ns(ns);
+    u32 epoch = entry.epoch.load(std::memory_order_relaxed);
+    u64 looked = 0, changed = 0;
+    for (; slab_index < s.geometry().slab_count; slab_index++, position = 0) {
+      u32 first = lock->space.first_slot(u32(slab_index));
+      for (; position < lock->space.slots_in(u32(slab_index)); position++) {
+        if (++looked > kSweepBatch || changed > kChangeBatch) break;
+        u32 slot = first + u32(position);
+        SlotRecord& r = s.record(slot);
+        SlotState state = lock->state(slot);
+        if ((state != SlotState::published && state != SlotState::reserved) || r.ns != ns || r.epoch == epoch)
+          continue;
+        lock->drop(slot);
+        changed++;
+      }
+      if (++looked > kSweepBatch || changed > kChangeBatch) break;
+    }
+    if (slab_index < s.geometry().slab_count) continue;
+    entry.swept_epoch = epoch;
+    return true;
+  }
+}
+
+namespace {
+
+// Which processes may hold anything: attached and alive. The dead lose their rows here.
+std::vector<u32> living_processes(Segment& s) {
+  std::vector<u32> living;
+  for (u32 process = 0; process < kProcessLimit; process++) {
+    Process& entry = s.process(process);
+    if (entry.in_use.load() == 0) continue;
+    if (!is_dead(s, process)) {
+      living.push_back(process);
+      continue;
+    }
+    std::memset(static_cast<void*>(s.base() + s.geometry().pins_at + process * s.geometry().pin_row_bytes), 0,
+                s.geometry().pin_row_bytes);
+    ordered();
+    entry.in_use.store(0);
+    s.header().reaped.fetch_add(1, std::memory_order_relaxed);
+  }
+  return living;
+}
+
+// Makes one record say something that can be true, by the truth alone: its state, its owner's life, its pins.
+void settle_record(Objects& objects, u32 slot, u64 slot_bytes, const std::vector<u32>& living) {
+  Segment& s = objects.s;
+  SlotRecord& r = s.record(slot);
+  u64 word = objects.word(slot);
+  SlotState state = word_state(word);
+  bool sound = r.ns < kNamespaceLimit && r.length > 0 && r.length <= slot_bytes - kTrailerBytes;
+  u32 pins = 0, owners_pins = 0;
+  for (u32 process : living) {
+    u32 count = s.pin(process, slot).load(std::memory_order_relaxed);
+    pins += count;
+    if (process == word_owner(word)) owners_pins = count;
+  }
+  if (!sound || state > SlotState::doomed) state = SlotState::free;
+  if (state == SlotState::reserved && owners_pins == 0) state = SlotState::free;
+  if (state == SlotState::published && !objects.is_current(r)) state = SlotState::doomed;
+  if (state == SlotState::doomed && pins == 0) state = SlotState::free;
+  if (state == SlotState::free) {
+    pins = 0;
+    for (u32 process : living) s.pin(process, slot).store(0, std::memory_order_relaxed);
+  }
+  u32 owner = state == SlotState::reserved ? word_owner(word) : 0;
+  r.word.store(make_word(word_generation(word), state, owner), std::memory_order_release);
+  r.pins = pins;
+  r.children = 0;
+  r.lru_prev = r.lru_next = r.first_child = r.next_sibling = r.prev_sibling = kNil;
+}
+
+}  // namespace
+
+void rebuild(Objects& objects) {
+  Segment& s = objects.s;
+  Header& h = s.header();
+  const bool first = h.rebuilds.fetch_add(1, std::memory_order_relaxed) == 0;
+  std::vector<u32> living = living_processes(s);
+  objects.index.clear();
+  objects.space.reset();
+  for (u32 ns = 0; ns < kNamespaceLimit; ns++) {
+    s.ns(ns).used_bytes = 0;
+    s.ns(ns).swept_epoch = s.ns(ns).epoch.load(std::memory_order_relaxed);
+  }
+  const u32 slabs = u32(s.geometry().slab_count);
+  for (u32 slab = slabs; slab-- > 0;) {
+    u64 slot_bytes = s.slab_slot_bytes(slab);
+    if (slot_bytes == 0) {
+      objects.space.free_slab(slab);
+      continue;
+    }
+    u32 begin = objects.space.first_slot(slab), count = objects.space.slots_in(slab);
+    for (u32 slot = begin; slot < begin + count; slot++) settle_record(objects, slot, slot_bytes, living);
+    objects.space.adopt_slab(slab);
+    crash_point();
+  }
+  std::vector<u32> evictable;
+  u64 clock = 0;
+  for (u32 slab = 0; slab < slabs; slab++) {
+    u64 slot_bytes = s.slab_slot_bytes(slab);
+    u32 begin = objects.space.first_slot(slab), count = objects.space.slots_in(slab);
+    for (u32 slot = begin; slot < begin + count; slot++) {
+      SlotRecord& r = s.record(slot);
+      u64 word = objects.word(slot);
+      SlotState state = word_state(word);
+      if (state == SlotState::free) continue;
+      clock = std::max(clock, r.stamp);
+      s.ns(r.ns).used_bytes += slot_bytes;
+      if (r.pins) s.slab(slab).pinned++;
+      const bool visible = state != SlotState::doomed && objects.is_current(r);
+      u32 parent = visible ? objects.tree.parent_of(r) : kNil;
+      if (parent != kNil) {
+        const SlotRecord& p = s.record(parent);
+        const bool fits = parent != slot && objects.state(parent) != SlotState::doomed &&
+                          objects.is_current(p) && s.slab_slot_bytes(s.slab_of(parent)) == slot_bytes;
+        if (!fits) parent = kNil;
+      }
+      if (parent == kNil)
+        r.parent = 0;
+      else
+        objects.tree.link(parent, slot);
+      if (!visible) continue;
+      if (objects.index.find(r.digest) >= 0)
+        throw SegmentError("the pool is damaged: two objects have one key");
+      objects.index.insert(r.digest, make_ref(slot, word_generation(word), state == SlotState::published),
+                           u64(r.ns) << 32 | r.epoch);
+      if (state == SlotState::published) {
+        h.objects++;
+        if (r.pins == 0) evictable.push_back(slot);
+      }
+    }
+    crash_point();
+  }
+  std::sort(evictable.begin(), evictable.end(),
+            [&s](u32 a, u32 b) { return s.record(a).stamp < s.record(b).stamp; });
+  h.clock = std::max(h.clock, clock);
+  objects.policy.rebuild(evictable);
+  objects.index.settle();
+  // An eviction that was cut short may be missing from the ring: every reader is told that it has lost some.
+  if (!first) h.ring_head.fetch_add(kRingEntries + 1, std::memory_order_release);
+}
+
+}  // namespace umbp

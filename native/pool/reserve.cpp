@@ -1,0 +1,194 @@
+#include "pool/reserve.hpp"
+
+#include <algorithm>
+
+namespace umbp {
+
+bool Reservation::plan(Objects& objects, std::size_t from, std::size_t count) {
+  while (call_ == 0) call_ = ++s_.header().call_id;
+  classify(objects, from, count);
+  victims_.clear();
+  slabs_.clear();
+  u64 free_slabs = s_.header().free_slabs;
+  bool all = true;
+  if (!is_cut_)
+    for (const Need& need : needs_) all &= choose_for(objects, need, free_slabs);
+  return all;
+}
+
+// What each key is. The objects that this call names are marked: they are not evicted for it.
+void Reservation::classify(Objects& objects, std::size_t from, std::size_t count) {
+  needs_.clear();
+  busy_owners_ = 0;
+  std::fill(std::begin(seen_), std::end(seen_), u16(0));
+  for (std::size_t i = from; i < from + count; i++) objects.index.prefetch_home(c_.keys[i]);
+  for (std::size_t i = from; i < from + count; i++) {
+    spare_parent(objects, i);
+    c_.tickets[i] = 0;
+    i64 at = objects.index.find(c_.keys[i]);
+    u32 slot = at < 0 ? kNil : ref_slot(objects.index.ref(at));
+    if (slot != kNil && !objects.is_current(s_.record(slot))) {
+      objects.drop(slot);  // outdated by a clear() that hasn't swept it yet
+      slot = kNil;
+    }
+    if (slot != kNil) {
+      spare(slot);
+      u64 word = objects.word(slot);
+      bool is_published = word_state(word) == SlotState::published;
+      c_.outcomes[i] = is_published ? Outcome::exists : Outcome::busy;
+      if (!is_published && word_owner(word) != s_.process_slot())
+        busy_owners_ |= 1ull << word_owner(word) % 64;
+    } else if (c_.object_bytes[i] == 0 || c_.object_bytes[i] > s_.geometry().slab_bytes - kTrailerBytes) {
+      c_.outcomes[i] = Outcome::too_large;
+    } else if (is_repeated(from, i)) {
+      c_.outcomes[i] = Outcome::busy;
+    } else {
+      c_.outcomes[i] = Outcome::full;  // until it gets its slot
+      count_need(objects, slot_bytes(i));
+    }
+  }
+}
+
+u64 Reservation::slot_bytes(std::size_t i) const {
+  return slot_bytes_for(std::max(c_.object_bytes[i], s_.geometry().min_object_bytes));
+}
+
+void Reservation::spare_parent(Objects& objects, std::size_t i) {
+  if (c_.parents.empty() || !c_.parents[i] || (i > 0 && *c_.parents[i] == c_.keys[i - 1])) return;
+  i64 at = objects.index.find(*c_.parents[i]);
+  if (at >= 0) spare(ref_slot(objects.index.ref(at)));
+}
+
+bool Reservation::is_repeated(std::size_t from, std::size_t i) {
+  const Digest& key = c_.keys[i];
+  u64 at = key.high % std::size(seen_);
+  for (; seen_[at]; at = (at + 1) % std::size(seen_))
+    if (c_.keys[from + seen_[at] - 1] == key) return true;
+  seen_[at] = u16(i - from + 1);
+  return false;
+}
+
+void Reservation::count_need(Objects& objects, u64 slot_bytes) {
+  for (Need& need : needs_)
+    if (need.slot_bytes == slot_bytes) {
+      need.count++;
+      return;
+    }
+  u32 klass = objects.space.class_of(slot_bytes, call_);
+  if (klass != kNil) needs_.push_back({klass, slot_bytes, 1});
+}
+
+bool Reservation::choose_for(Objects& objects, const Need& need, u64& free_slabs) {
+  const u64 per_slab = s_.geometry().slots_in_slab(need.slot_bytes),
+            free_slots = s_.klass(need.klass).free_slots;
+  u64 missing = need.count - std::min(need.count, free_slots);
+  const u64 fresh = std::min(free_slabs, (missing + per_slab - 1) / per_slab);
+  free_slabs -= fresh;
+  missing -= std::min(missing, fresh * per_slab);
+  const u64 wanted = std::max(missing, over_watermark(need));
+  if (wanted == 0) return true;
+
+  const bool has_rivals = s_.header().class_count > 1;
+  u64 gained = 0;
+  auto take_slabs = [&](u64 older_than) {
+    while (has_rivals && gained < missing) {
+      u32 slab = coldest_slab(objects, need.klass, older_than);
+      if (slab == kNil) break;
+      slabs_.push_back(slab);
+      gained += per_slab;
+    }
+  };
+  take_slabs(objects.policy.oldest_stamp(need.klass));  // a slab colder than our own oldest goes first
+  const std::size_t before = victims_.size();
+  if (gained < wanted) objects.policy.choose(need.klass, wanted - gained, call_, victims_);
+  gained += victims_.size() - before;
+  take_slabs(~0ull);  // starving
+  return gained >= missing;
+}
+
+u64 Reservation::over_watermark(const Need& need) const {
+  if (s_.high_ppm() >= 1000000) return 0;
+  const u64 unit = s_.geometry().capacity_bytes / 1000000 + 1;
+  const u64 after = s_.header().used_bytes + need.count * need.slot_bytes;
+  if (after <= unit * s_.high_ppm()) return 0;
+  const u64 low = unit * s_.low_ppm();
+  if (after <= low) return 0;
+  return std::min<u64>((after - low + need.slot_bytes - 1) / need.slot_bytes, Pool::kBatch + need.count);
+}
+
+u32 Reservation::coldest_slab(Objects& objects, u32 klass, u64 older_than) const {
+  std::vector<u32> spared;
+  for (;;) {
+    u32 best = kNil;
+    u64 coldest = older_than;
+    for (u32 i = 0; i < s_.geometry().slab_count; i++) {
+      const Slab& slab = s_.slab(i);
+      if (s_.slab_slot_bytes(i) == 0 || slab.klass == klass || slab.pinned || slab.touched >= coldest)
+        continue;
+      if (s_.klass(slab.klass).slabs <= s_.klass(klass).slabs) continue;  // it is no richer than we are
+      if (std::count(slabs_.begin(), slabs_.end(), i) || std::count(spared.begin(), spared.end(), i))
+        continue;
+      best = i;
+      coldest = slab.touched;
+    }
+    if (best == kNil) return kNil;
+    u32 first = objects.space.first_slot(best), count = objects.space.slots_in(best);
+    bool is_spared = false;
+    for (u32 slot = first; slot < first + count; slot++)
+      is_spared |= objects.state(slot) != SlotState::free && s_.record(slot).call == call_;
+    if (!is_spared) return best;
+    spared.push_back(best);
+  }
+}
+
+void Reservation::evict(Objects& objects, u32 slot) {
+  if (objects.state(slot) != SlotState::published || s_.record(slot).pins) return;  // gone with its slab
+  objects.drop(slot);
+  s_.header().evicted.fetch_add(1, std::memory_order_relaxed);
+}
+
+void Reservation::carry_out(Objects& objects, std::size_t from, std::size_t count) {
+  for (u32 slab : slabs_) {
+    u32 first = objects.space.first_slot(slab), slots = objects.space.slots_in(slab);
+    for (u32 slot = first; slot < first + slots; slot++) evict(objects, slot);
+    s_.header().slab_moves.fetch_add(1, std::memory_order_relaxed);
+  }
+  for (u32 victim : victims_) objects.index.prefetch_home(s_.record(victim).digest);
+  for (u32 victim : victims_) evict(objects, victim);
+  u64 reserved = 0;
+  for (std::size_t i = from; i < from + count; i++) {
+    if (c_.outcomes[i] != Outcome::full || is_cut_) continue;
+    u32 klass = objects.space.class_of(slot_bytes(i), call_);
+    u32 slot = klass == kNil ? kNil : objects.space.take(klass);
+    if (slot == kNil) {
+      is_cut_ = true;
+      s_.header().full.fetch_add(1, std::memory_order_relaxed);
+      continue;
+    }
+    objects.reserve(slot, c_.keys[i], c_.ns, c_.object_bytes[i], parent_slot(objects, i, klass));
+    spare(slot);
+    c_.tickets[i] = objects.ticket(slot);
+    c_.outcomes[i] = Outcome::reserved;
+    reserved++;
+  }
+  s_.header().reserved_total.fetch_add(reserved, std::memory_order_relaxed);
+}
+
+// A parent in another class isn't linked: evicting its children would make no room for it.
+u32 Reservation::parent_slot(Objects& objects, std::size_t i, u32 klass) {
+  if (c_.parents.empty() || !c_.parents[i]) return kNil;
+  i64 at = objects.index.find(*c_.parents[i]);
+  if (at < 0) return kNil;
+  u32 slot = ref_slot(objects.index.ref(at));
+  return s_.slab(s_.slab_of(slot)).klass == klass && objects.is_current(s_.record(slot)) ? slot : kNil;
+}
+
+void Reservation::write_trailer(std::size_t i) {
+  u32 slot = ticket_slot(c_.tickets[i]);
+  Trailer& trailer = s_.trailer(slot);
+  trailer =
+      Trailer{s_.ns(c_.ns).digest, c_.keys[i], c_.object_bytes[i], ticket_generation(c_.tickets[i]), 0, 0,
+              kTrailerMagic};
+}
+
+}  // namespace umbp

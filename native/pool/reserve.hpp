@@ -1,0 +1,66 @@
+// One reserve call, batch after batch under the lock: what each key is, which objects must go for the new
+// ones, and only then the changes. The keys that get room are a head of the call; the first that finds none
+// ends it.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "pool/objects.hpp"
+#include "pool/pool.hpp"
+
+namespace umbp {
+
+class Reservation {
+ public:
+  struct Columns {
+    u32 ns;
+    std::span<const Digest> keys;
+    std::span<const u64> object_bytes;
+    std::span<const std::optional<Digest>> parents;  // empty, or one for each key
+    u64* tickets;
+    Outcome* outcomes;
+  };
+
+  Reservation(Segment& segment, const Columns& columns) : s_(segment), c_(columns) {}
+
+  // Classifies a batch and chooses its victims; false if even those don't make room for all of it.
+  bool plan(Objects& objects, std::size_t from, std::size_t count);
+  void carry_out(Objects& objects, std::size_t from, std::size_t count);
+  // After the lock: the reserved slots are ours to write.
+  void write_trailer(std::size_t i);
+  // One bit for each other process that is writing a key of the last batch.
+  u64 busy_owners() const { return busy_owners_; }
+
+ private:
+  struct Need {
+    u32 klass;
+    u64 slot_bytes, count;
+  };
+
+  void classify(Objects& objects, std::size_t from, std::size_t count);
+  void spare(u32 slot) { s_.record(slot).call = call_; }
+  void spare_parent(Objects& objects, std::size_t i);
+  bool is_repeated(std::size_t from, std::size_t i);
+  void count_need(Objects& objects, u64 slot_bytes);
+  u64 slot_bytes(std::size_t i) const;
+  bool choose_for(Objects& objects, const Need& need, u64& free_slabs);
+  u64 over_watermark(const Need& need) const;
+  // The coldest slab of a richer class that holds nothing pinned, spared or chosen already, and whose objects
+  // are all older than `older_than`; kNil if there is none.
+  u32 coldest_slab(Objects& objects, u32 klass, u64 older_than) const;
+  void evict(Objects& objects, u32 slot);
+  u32 parent_slot(Objects& objects, std::size_t i, u32 klass);
+
+  Segment& s_;
+  const Columns c_;
+  u32 call_ = 0;
+  bool is_cut_ = false;
+  u64 busy_owners_ = 0;
+  std::vector<Need> needs_;
+  std::vector<u32> victims_, slabs_;
+  u16 seen_[2 * Pool::kBatch];
+};
+
+}  // namespace umbp

@@ -1,0 +1,291 @@
+#include "pool/segment.hpp"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <condition_variable>
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include "pool/liveness.hpp"
+#include "pool/reap.hpp"
+
+namespace umbp {
+
+using FileId = std::pair<u64, u64>;
+
+// Every attachment of this process. Held throughout attach and detach: a descriptor closed beside a living
+// attachment of the same file would drop its byte lock.
+struct Registry {
+  std::mutex mutex;
+  std::condition_variable detached;
+  std::map<FileId, std::weak_ptr<Segment>> segments;
+
+  static Registry& get() {
+    static Registry* registry =
+        new Registry;  // outlives static destruction: attachments may be closed at exit
+    return *registry;
+  }
+  std::shared_ptr<Segment> adopt(int fd, const Header& header, FileId id, std::string name);
+  static void detach(Segment* segment, FileId id);
+};
+
+static std::atomic<u64> forks{0};
+u64 fork_epoch() {
+  return forks.load(std::memory_order_relaxed);
+}
+
+static void watch_forks() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    pthread_atfork([] { Registry::get().mutex.lock(); }, [] { Registry::get().mutex.unlock(); },
+                   [] {
+                     forks.fetch_add(1);
+                     Registry::get().mutex.unlock();
+                   });
+  });
+}
+
+static std::string reason() {
+  return std::strerror(errno);
+}
+
+struct Descriptor {
+  int fd;
+  explicit Descriptor(int value) : fd(value) {}
+  ~Descriptor() {
+    if (fd >= 0) close(fd);
+  }
+  int give() { return std::exchange(fd, -1); }
+};
+
+void Segment::damaged() {
+  throw SegmentError("the pool is damaged: an index in it lies outside its tables");
+}
+
+void Segment::refuse_after_fork() const {
+  if (__builtin_expect(fork_epoch_ != fork_epoch(), 0))
+    throw SegmentError(
+        "this pool was attached before a fork; a child process must attach it again by its handle");
+}
+
+u64 Segment::slab_slot_bytes(u32 slab_index) const {
+  u64 bytes = slab(slab_index).slot_bytes.load(std::memory_order_relaxed);
+  if (bytes == 0) return 0;
+  if (bytes % kPageBytes || bytes > geometry_.slab_bytes ||
+      bytes < slot_bytes_for(geometry_.min_object_bytes))
+    damaged();
+  return bytes;
+}
+
+std::byte* Segment::payload(u32 slot) const {
+  u32 slab_index = slab_of(slot);
+  u64 bytes = slab_slot_bytes(slab_index);
+  u64 position = slot - u64(slab_index) * geometry_.slots_per_slab;
+  if (bytes == 0 || position >= geometry_.slots_in_slab(bytes)) damaged();
+  return base_ + geometry_.arena_at + slab_index * geometry_.slab_bytes + position * bytes;
+}
+
+Trailer& Segment::trailer(u32 slot) const {
+  return *reinterpret_cast<Trailer*>(payload(slot) + slab_slot_bytes(slab_of(slot)) - kTrailerBytes);
+}
+
+bool Segment::back_range(u64 offset, u64 bytes) const {
+  u64 first = offset / kPageBytes * kPageBytes;
+  while (fallocate(fd_, 0, i64(first), i64(round_up(offset + bytes, kPageBytes) - first)) != 0)
+    if (errno != EINTR) return false;
+  return true;
+}
+
+static void reserve_memory(int fd, const Geometry& geometry) {
+  auto take = [&](u64 from, u64 bytes) {
+    while (fallocate(fd, 0, i64(from), i64(bytes)) != 0) {
+      if (errno == EINTR) continue;
+      throw CapacityError("reserving " + std::to_string(geometry.reserved_bytes(1)) +
+                          " bytes for the pool failed (" + reason() +
+                          "); nothing is kept: choose a smaller capacity_bytes");
+    }
+  };
+  if (ftruncate(fd, i64(geometry.total_bytes)) != 0)
+    throw CapacityError("the pool's file can't have " + std::to_string(geometry.total_bytes) +
+                        " bytes: " + reason());
+  take(0, geometry.records_at);  // records and pin rows get memory when they are first needed
+  take(geometry.arena_at, geometry.capacity_bytes);
+}
+
+static void write_header(int fd, const Geometry& geometry, const CreateParameters& parameters, u32 owner) {
+  alignas(Header) std::byte bytes[sizeof(Header)] = {};
+  Header& header = *reinterpret_cast<Header*>(bytes);
+  header.magic = kMagic;
+  header.version = kFormatVersion;
+  header.header_bytes = sizeof(Header);
+  header.geometry = geometry;
+  u64 random[3] = {};
+  if (getrandom(random, sizeof random, 0) != ssize_t(sizeof random))
+    throw SegmentError("no random bytes for the pool's hash seed: " + reason());
+  header.hash_seed = random[0];
+  header.pool_id[0] = random[1];
+  header.pool_id[1] = random[2];
+  header.owner_uid = owner;
+  header.process_limit = kProcessLimit;
+  header.high_ppm = parameters.high_ppm;
+  header.low_ppm = parameters.low_ppm;
+  header.checksum = header_checksum(header);
+  header.dirty = 1;  // whoever locks it first builds the derived tables
+  header.state = u32(SegmentState::ready);
+  if (pwrite(fd, bytes, sizeof bytes, 0) != ssize_t(sizeof bytes))
+    throw SegmentError("the pool's header can't be written: " + reason());
+}
+
+static FileId id_of(const struct stat& info) {
+  return {u64(info.st_dev), u64(info.st_ino)};
+}
+
+static struct stat stat_of(int fd) {
+  struct stat info;
+  if (fstat(fd, &info) != 0) throw SegmentError("the pool's file can't be examined: " + reason());
+  return info;
+}
+
+static void check_parameters(const CreateParameters& parameters) {
+  if (parameters.low_ppm == 0 || parameters.low_ppm > parameters.high_ppm || parameters.high_ppm > 1000000)
+    throw ConfigError("watermarks must be 0 < low <= high <= 1");
+}
+
+std::shared_ptr<Segment> Registry::adopt(int fd, const Header& header, FileId id, std::string name) {
+  Descriptor descriptor(fd);
+  watch_forks();
+  std::unique_ptr<Segment, void (*)(Segment*)> segment(new Segment, [](Segment* broken) {
+    if (broken->base_) munmap(broken->base_, broken->geometry_.total_bytes);
+    delete broken;
+  });
+  segment->geometry_ = header.geometry;
+  segment->hash_seed_ = header.hash_seed;
+  segment->high_ppm_ = header.high_ppm;
+  segment->low_ppm_ = header.low_ppm;
+  segment->name_ = std::move(name);
+  segment->fork_epoch_ = fork_epoch();
+  void* base = mmap(nullptr, header.geometry.total_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (base == MAP_FAILED) throw SegmentError(segment->name_ + " can't be mapped: " + reason());
+  segment->base_ = static_cast<std::byte*>(base);
+  madvise(base, header.geometry.total_bytes, MADV_DONTFORK);  // a forgotten child must not keep the memory
+  segment->fd_ = fd;
+
+  for (u32 slot = 0;; slot++) {
+    if (slot == kProcessLimit)
+      throw SegmentError(segment->name_ + " can't be attached: all its " + std::to_string(kProcessLimit) +
+                         " places for processes are taken");
+    if (!take_byte_lock(fd, slot)) continue;
+    segment->process_slot_ = slot;
+    break;
+  }
+  segment->process_generation_ = claim_generation(*segment, segment->process_slot_);
+  join_process_table(*segment);
+  descriptor.give();
+  std::shared_ptr<Segment> shared(segment.release(), [id](Segment* last) { Registry::detach(last, id); });
+  segments[id] = shared;
+  return shared;
+}
+
+void Registry::detach(Segment* segment, FileId id) {
+  if (segment->fork_epoch_ != fork_epoch()) return;  // the child of a fork: nothing of this is ours
+  Registry& registry = get();
+  std::lock_guard<std::mutex> guard(registry.mutex);
+  leave_process_table(*segment);
+  munmap(segment->base_, segment->geometry_.total_bytes);
+  close(segment->fd_);
+  registry.segments.erase(id);
+  registry.detached.notify_all();
+  delete segment;
+}
+
+std::shared_ptr<Segment> Segment::create_memfd(const CreateParameters& parameters) {
+  check_parameters(parameters);
+  Geometry geometry =
+      Geometry::make(parameters.capacity_bytes, parameters.slab_bytes, parameters.min_object_bytes);
+  Descriptor file(memfd_create("umbp-pool", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (file.fd < 0) throw SegmentError("no memory file for the pool: " + reason());
+  fchmod(file.fd, 0600);
+  reserve_memory(file.fd, geometry);
+  write_header(file.fd, geometry, parameters, geteuid());
+  fcntl(file.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+  struct stat info = stat_of(file.fd);
+  alignas(Header) std::byte bytes[sizeof(Header)];
+  if (pread(file.fd, bytes, sizeof bytes, 0) != ssize_t(sizeof bytes))
+    throw SegmentError("the pool's header: " + reason());
+  Registry& registry = Registry::get();
+  std::lock_guard<std::mutex> guard(registry.mutex);
+  return registry.adopt(file.give(), *reinterpret_cast<Header*>(bytes), id_of(info), "memfd pool");
+}
+
+std::shared_ptr<Segment> Segment::create_file(const std::string& path, const CreateParameters& parameters) {
+  check_parameters(parameters);
+  Geometry geometry =
+      Geometry::make(parameters.capacity_bytes, parameters.slab_bytes, parameters.min_object_bytes);
+  std::string folder = path.find('/') == std::string::npos ? "." : path.substr(0, path.rfind('/') + 1);
+  // Nameless until it is whole: a creator that dies leaves nothing behind, and of two creators one gets the
+  // name.
+  Descriptor file(open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
+  const bool named = file.fd < 0;
+  if (named) file.fd = open(path.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0600);
+  if (file.fd < 0) throw SegmentError("no pool can be made at " + path + ": " + reason());
+  Registry& registry = Registry::get();
+  std::unique_lock<std::mutex> guard(registry.mutex, std::defer_lock);
+  try {
+    reserve_memory(file.fd, geometry);
+    write_header(file.fd, geometry, parameters, geteuid());
+    guard.lock();  // from here on other threads can find the file
+    std::string self = "/proc/self/fd/" + std::to_string(file.fd);
+    if (!named && linkat(AT_FDCWD, self.c_str(), AT_FDCWD, path.c_str(), AT_SYMLINK_FOLLOW) != 0)
+      throw SegmentError("no pool can be made at " + path + ": " + reason());
+  } catch (...) {
+    if (named) unlink(path.c_str());
+    throw;
+  }
+  struct stat info = stat_of(file.fd);
+  alignas(Header) std::byte bytes[sizeof(Header)];
+  if (pread(file.fd, bytes, sizeof bytes, 0) != ssize_t(sizeof bytes))
+    throw SegmentError("the pool's header: " + reason());
+  return registry.adopt(file.give(), *reinterpret_cast<Header*>(bytes), id_of(info), path);
+}
+
+std::shared_ptr<Segment> Segment::attach(const std::string& path) {
+  auto refuse = [&path](const std::string& why) -> void {
+    throw SegmentError(path + " can't be attached: " + why);
+  };
+  Registry& registry = Registry::get();
+  std::unique_lock<std::mutex> guard(registry.mutex);
+  struct stat info;
+  for (;;) {
+    if (stat(path.c_str(), &info) != 0) refuse(reason());
+    if (!S_ISREG(info.st_mode)) refuse("it isn't a file");
+    auto found = registry.segments.find(id_of(info));
+    if (found == registry.segments.end()) break;
+    if (auto living = found->second.lock()) return living;
+    registry.detached.wait(guard);  // its last user is just leaving
+  }
+  if (info.st_uid != geteuid() && info.st_uid != 0)
+    refuse("it belongs to user " + std::to_string(info.st_uid) +
+           "; only pools of your own or of root are trusted");
+  if (info.st_mode & S_IWOTH) refuse("everybody may write to it");
+  Descriptor file(open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK));
+  if (file.fd < 0) refuse(reason());
+  struct stat opened = stat_of(file.fd);
+  if (registry.segments.count(id_of(opened)) && id_of(opened) != id_of(info))
+    file.give();  // closing would drop locks
+  if (id_of(opened) != id_of(info)) refuse("it was replaced while it was being opened; try again");
+  alignas(Header) std::byte bytes[sizeof(Header)];
+  ssize_t got = pread(file.fd, bytes, sizeof bytes, 0);
+  if (got != ssize_t(sizeof bytes)) refuse("it isn't a UMBP pool (shorter than a header)");
+  const Header& header = *reinterpret_cast<Header*>(bytes);
+  check_header(header, u64(opened.st_size), opened.st_uid, path);
+  return registry.adopt(file.give(), header, id_of(opened), path);
+}
+
+}  // namespace umbp

@@ -1,0 +1,99 @@
+// One process's attachment to one segment: descriptor, mapping, its own checked copy of the geometry, its
+// byte lock and its slot in the process table. There is at most one for each file in a process (closing any
+// descriptor of a file drops the process's byte locks on it), handed out by a registry and shared.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "pool/format.hpp"
+
+namespace umbp {
+
+struct CreateParameters {
+  u64 capacity_bytes = 0, slab_bytes = 0, min_object_bytes = 0;
+  u32 high_ppm = 1000000, low_ppm = 950000;
+};
+
+class Segment {
+ public:
+  static std::shared_ptr<Segment> create_memfd(const CreateParameters& parameters);
+  static std::shared_ptr<Segment> create_file(const std::string& path, const CreateParameters& parameters);
+  static std::shared_ptr<Segment> attach(const std::string& path);
+
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  int fd() const { return fd_; }
+  const Geometry& geometry() const { return geometry_; }
+  u64 hash_seed() const { return hash_seed_; }
+  u32 high_ppm() const { return high_ppm_; }
+  u32 low_ppm() const { return low_ppm_; }
+  u32 process_slot() const { return process_slot_; }
+  u32 process_generation() const { return process_generation_; }
+  const std::string& name() const { return name_; }
+  std::byte* base() const { return base_; }
+
+  Header& header() const { return *reinterpret_cast<Header*>(base_); }
+  Process& process(u32 i) const { return at<Process>(geometry_.processes_at, i); }
+  Namespace& ns(u32 i) const { return at<Namespace>(geometry_.namespaces_at, bounded(i, kNamespaceLimit)); }
+  Class& klass(u32 i) const { return at<Class>(geometry_.classes_at, bounded(i, kClassLimit)); }
+  Slab& slab(u32 i) const { return at<Slab>(geometry_.slabs_at, bounded(i, geometry_.slab_count)); }
+  RingEntry& ring(u64 i) const { return at<RingEntry>(geometry_.ring_at, i % kRingEntries); }
+  IndexEntry& entry(u64 i) const { return at<IndexEntry>(geometry_.index_at, i); }
+  SlotRecord& record(u32 slot) const {
+    return at<SlotRecord>(geometry_.records_at, bounded(slot, geometry_.max_slots));
+  }
+  // Pins that process `process` holds on `slot`; truth.
+  std::atomic<u16>& pin(u32 process, u32 slot) const {
+    return *reinterpret_cast<std::atomic<u16>*>(base_ + geometry_.pins_at +
+                                                process * geometry_.pin_row_bytes +
+                                                2 * bounded(slot, geometry_.max_slots));
+  }
+  std::atomic<u16>& my_pin(u32 slot) const { return pin(process_slot_, slot); }
+  u32 slab_of(u32 slot) const { return u32(slot / geometry_.slots_per_slab); }
+  // The slot size of a slab as found in the segment, checked; 0 if free.
+  u64 slab_slot_bytes(u32 slab_index) const;
+  // Where a slot's payload begins; throws SegmentError where slot and slab don't agree.
+  std::byte* payload(u32 slot) const;
+  Trailer& trailer(u32 slot) const;
+
+  // Throws in a child of the attaching process.
+  void refuse_after_fork() const;
+
+  // What a verb could not do in time (lock held by another): done by the next one that gets the lock.
+  std::mutex deferred_mutex;
+  std::vector<u64> deferred_releases, deferred_abandons;
+
+  bool back_range(u64 offset, u64 bytes) const;  // reserves memory for a sparse range; false if there is none
+
+ private:
+  friend struct Registry;
+  Segment() = default;
+  ~Segment() = default;
+
+  template <class T>
+  T& at(u64 offset, u64 i) const {
+    return *reinterpret_cast<T*>(base_ + offset + i * sizeof(T));
+  }
+  static u64 bounded(u64 i, u64 limit) {
+    if (__builtin_expect(i >= limit, 0)) damaged();
+    return i;
+  }
+  [[noreturn]] static void damaged();
+
+  int fd_ = -1;
+  std::byte* base_ = nullptr;
+  Geometry geometry_;
+  u64 hash_seed_ = 0;
+  u32 high_ppm_ = 0, low_ppm_ = 0;
+  u32 process_slot_ = kProcessLimit, process_generation_ = 0;
+  u64 fork_epoch_ = 0;
+  std::string name_;
+};
+
+// How often this process has been forked into being; an object made before a fork must not be used after it.
+u64 fork_epoch();
+
+}  // namespace umbp

@@ -1,0 +1,7 @@
+"""The node pool over the native core: segments, slots, tickets, limits."""
+
+from umbp.pool.handle import PoolHandle
+from umbp.pool.outcomes import CopyStatus, Outcome
+from umbp.pool.pool import Pool
+
+__all__ = ["CopyStatus", "Outcome", "Pool", "PoolHandle"]

@@ -1,0 +1,124 @@
+"""How much memory a new pool may take: what cgroup, host and file system leave free, read before anything is allocated."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from umbp.errors import CapacityError
+
+_UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """One bound on new memory: where it comes from, and how many bytes it leaves."""
+
+    source: str
+    free_bytes: int
+
+
+def memory_limits(root: Path = Path("/"), path: str | os.PathLike[str] | None = None) -> list[MemoryLimit]:
+    """Every bound that can be read. `root` stands for `/` in tests; `path` names a file on the pool's file system."""
+    limits = [*_cgroup_v2(root), *_cgroup_v1(root)]
+    available = _available_bytes(root)
+    if available is not None:
+        limits.append(MemoryLimit("the host's available memory", available))
+    if path is not None:
+        folder = Path(path).parent
+        if folder.is_dir():
+            fs = os.statvfs(folder)
+            limits.append(MemoryLimit(f"the file system of {folder}", fs.f_bavail * fs.f_frsize))
+    return limits
+
+
+def refuse_over_limit(wanted_bytes: int, limits: list[MemoryLimit]) -> None:
+    """Raises CapacityError, one sentence with both figures, where the tightest bound leaves less than wanted."""
+    tightest = min(limits, key=lambda limit: limit.free_bytes, default=None)
+    if tightest is not None and wanted_bytes > tightest.free_bytes:
+        raise CapacityError(
+            f"a pool of {wanted_bytes} bytes ({wanted_bytes / 2**30:.2f} GiB) doesn't fit: {tightest.source} leaves"
+            f" {tightest.free_bytes} bytes ({tightest.free_bytes / 2**30:.2f} GiB); choose a smaller capacity"
+        )
+
+
+def _cgroup_v2(root: Path) -> list[MemoryLimit]:
+    """The group and all above it: each of them bounds."""
+    limits = []
+    for group in _groups(root, "", root / "sys/fs/cgroup"):
+        most = _number(group / "memory.max")
+        used = _number(group / "memory.current")
+        if most is None or used is None or most >= _UNLIMITED:
+            continue
+        stat = _table(group / "memory.stat")
+        cache = stat.get("active_file", 0) + stat.get("inactive_file", 0)
+        limits.append(
+            MemoryLimit(f"the memory limit of cgroup {_name(group, root)}", max(0, most - used + cache))
+        )
+    return limits
+
+
+def _cgroup_v1(root: Path) -> list[MemoryLimit]:
+    limits = []
+    for group in _groups(root, "memory", root / "sys/fs/cgroup/memory"):
+        most = _number(group / "memory.limit_in_bytes")
+        used = _number(group / "memory.usage_in_bytes")
+        if most is None or used is None or most >= _UNLIMITED:
+            continue
+        stat = _table(group / "memory.stat")
+        cache = stat.get("total_active_file", 0) + stat.get("total_inactive_file", 0)
+        limits.append(
+            MemoryLimit(f"the memory limit of cgroup {_name(group, root)}", max(0, most - used + cache))
+        )
+    return limits
+
+
+def _groups(root: Path, controller: str, mount: Path) -> list[Path]:
+    """This process's group under `mount`, then its ancestors up to the mount itself."""
+    own = "/"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, place = rest.partition(":")
+        if controller in controllers.split(",") if controller else controllers == "":
+            own = place
+    group = mount / own.strip("/")
+    groups = [group, *(parent for parent in group.parents if parent == mount or mount in parent.parents)]
+    # In a container the path is often the host's while the mount shows the container's own group as its root.
+    return list(dict.fromkeys([*groups, mount]))
+
+
+def _name(group: Path, root: Path) -> str:
+    return "/" + str(group.relative_to(root))
+
+
+def _available_bytes(root: Path) -> int | None:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    if text == "max":
+        return _UNLIMITED
+    return int(text) if text.isdigit() else None
+
+
+def _table(path: Path) -> dict[str, int]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split() for line in lines)
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}

@@ -1,0 +1,267 @@
+"""The node pool: one segment of shared memory that every process of a host attaches and works on directly.
+
+A pool object belongs to the process that made it, serves all its threads, and refuses to work after a fork.
+Keys, hashes and parents of a call stand in chain order, root first: that is what keeps ancestors younger than
+their descendants in the eviction order.
+"""
+
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from umbp import _native
+from umbp.pool.handle import PoolHandle, boot_id
+from umbp.pool.limits import memory_limits, refuse_over_limit
+
+Tickets = npt.NDArray[np.uint64]
+Outcomes = npt.NDArray[np.uint8]
+Digests = npt.NDArray[np.uint64]
+
+LOCK_PATIENCE_S = 0.002
+
+
+class Pool:
+    """Every process's view of one pool. Verbs take batches and answer with numpy columns as long as their input.
+
+    A ticket is a pin: `reserve` gives one that ends with `publish` or `abandon`, `acquire` one that ends with
+    `release`. Tickets are this process's own; whoever dies holding some loses them to the next reaper.
+    """
+
+    def __init__(self, native: _native.Pool) -> None:
+        self.native = native
+
+    # Making and finding pools
+
+    @classmethod
+    def create_memfd(
+        cls,
+        capacity_bytes: int,
+        *,
+        slab_bytes: int,
+        min_object_bytes: int,
+        high_watermark: float = 1.0,
+        low_watermark: float = 0.95,
+        lock_patience_s: float = LOCK_PATIENCE_S,
+        processes: int = 2,
+    ) -> Self:
+        """A nameless pool that goes when its last process goes. Memory is taken at once, or CapacityError raised.
+
+        `capacity_bytes` is rounded down to whole slabs; `min_object_bytes` bounds how many objects a slab can have;
+        `processes` is how many are expected to attach (a few bytes of pin counts for each and every slot).
+        """
+        wanted = _native.reserved_bytes(capacity_bytes, slab_bytes, min_object_bytes, processes)
+        refuse_over_limit(wanted, memory_limits())
+        return cls(
+            _native.Pool.create_memfd(
+                capacity_bytes, slab_bytes, min_object_bytes, high_watermark, low_watermark, lock_patience_s
+            )
+        )
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        capacity_bytes: int,
+        *,
+        slab_bytes: int,
+        min_object_bytes: int,
+        high_watermark: float = 1.0,
+        low_watermark: float = 0.95,
+        lock_patience_s: float = LOCK_PATIENCE_S,
+        processes: int = 2,
+    ) -> Self:
+        """A pool in a file, which stays until it is deleted. Of several creators one wins, the others get SegmentError."""
+        wanted = _native.reserved_bytes(capacity_bytes, slab_bytes, min_object_bytes, processes)
+        refuse_over_limit(wanted, memory_limits(path=path))
+        return cls(
+            _native.Pool.create_file(
+                os.fspath(path),
+                capacity_bytes,
+                slab_bytes,
+                min_object_bytes,
+                high_watermark,
+                low_watermark,
+                lock_patience_s,
+            )
+        )
+
+    @classmethod
+    def attach(
+        cls, place: PoolHandle | str | os.PathLike[str], *, lock_patience_s: float = LOCK_PATIENCE_S
+    ) -> Self:
+        """An existing pool, by handle or path. SegmentError, one sentence, where it can't be reached or trusted."""
+        if isinstance(place, PoolHandle):
+            place.check_host()
+            place.check_visible()
+            place = place.path
+        return cls(_native.Pool.attach(os.fspath(place), lock_patience_s))
+
+    @property
+    def handle(self) -> PoolHandle:
+        """Where other processes of this host find the pool, as long as this process has it open."""
+        return PoolHandle(pid=os.getpid(), fd=self.native.fd, boot_id=boot_id())
+
+    def close(self) -> None:
+        """Leaves the pool; pins and reservations still held are returned. Closing twice is fine."""
+        self.native.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self.native.closed:
+            return "<Pool closed>"
+        s = self.stats()
+        return (
+            f"<Pool {s['objects']} objects, {s['used_bytes']} of {s['capacity_bytes']} bytes used,"
+            f" {s['processes']} processes, {s['pinned_here']} slots pinned here>"
+        )
+
+    # Geometry
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.native.capacity_bytes
+
+    @property
+    def arena(self) -> tuple[int, int]:
+        """Address and length, in this process, of the memory that all payloads lie in."""
+        return self.native.arena
+
+    # Looking, without the lock
+
+    def lookup(self, keys: Sequence[str]) -> npt.NDArray[np.bool_]:
+        """Which keys are published. Never blocks; a hit may be gone by the time it is acquired."""
+        return self.native.lookup(keys)
+
+    def lookup_raw(self, prefix: str, hashes: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """The same for the keys `prefix + hash.hex()`, which are never built."""
+        return self.native.lookup_raw(prefix, hashes)
+
+    def match(self, prefix: str, hashes: Sequence[bytes]) -> int:
+        """How many keys `prefix + hash.hex()` are published before the first that isn't."""
+        return self.native.match(prefix, hashes)
+
+    def digests(self, keys: Sequence[str]) -> Digests:
+        """The 128-bit digests of keys in this pool, as rows (low, high)."""
+        return self.native.digests(keys)
+
+    def digests_raw(self, prefix: str, hashes: Sequence[bytes]) -> Digests:
+        return self.native.digests_raw(prefix, hashes)
+
+    def removed_since(self, cursor: int) -> tuple[Digests, int, bool]:
+        """Digests of objects removed or evicted since `cursor` (begin with `removed_head()`), the new cursor, and
+        whether some were lost: then everything that the caller believes stored must be looked up again."""
+        return self.native.removed_since(cursor)
+
+    def removed_head(self) -> int:
+        """The cursor that misses nothing from now on."""
+        return self.native.removed_head()
+
+    # Storing
+
+    def namespace(self, name: str) -> int:
+        """The number of a namespace in this pool, made if new."""
+        return self.native.namespace(name)
+
+    def reserve(
+        self,
+        ns: int,
+        keys: Sequence[str],
+        object_bytes: int | npt.NDArray[np.uint64],
+        parents: Sequence[str | None] | None = None,
+    ) -> tuple[Tickets, Outcomes]:
+        """Room for new objects: RESERVED with a ticket, or EXISTS, BUSY, FULL, TOO_LARGE, NOT_NOW with ticket 0.
+
+        Evicts what it must, never what this call names. Keys that get room are a head of the call: after the first
+        FULL no more are RESERVED. A parent that isn't stored is ignored.
+        """
+        return self.native.reserve(ns, keys, _sizes(object_bytes), parents)
+
+    def reserve_raw(
+        self,
+        ns: int,
+        prefix: str,
+        hashes: Sequence[bytes],
+        object_bytes: int | npt.NDArray[np.uint64],
+        parents: Sequence[bytes | None] | None = None,
+    ) -> tuple[Tickets, Outcomes]:
+        """`reserve` for the keys `prefix + hash.hex()`; parents are hashes under the same prefix."""
+        return self.native.reserve_raw(ns, prefix, hashes, _sizes(object_bytes), parents)
+
+    def publish(self, tickets: npt.ArrayLike) -> Outcomes:
+        """Makes reserved objects visible: PUBLISHED, STALE, INVALID, or NOT_NOW (still reserved: ask again)."""
+        return self.native.publish(_tickets(tickets))
+
+    def abandon(self, tickets: npt.ArrayLike) -> Outcomes:
+        """Gives reservations back: ABANDONED, DEFERRED, INVALID."""
+        return self.native.abandon(_tickets(tickets))
+
+    # Reading
+
+    def acquire(self, keys: Sequence[str]) -> tuple[Tickets, Outcomes]:
+        """Pins published objects: HIT with a ticket, or MISS, NOT_NOW with ticket 0."""
+        return self.native.acquire(keys)
+
+    def acquire_raw(self, prefix: str, hashes: Sequence[bytes]) -> tuple[Tickets, Outcomes]:
+        return self.native.acquire_raw(prefix, hashes)
+
+    def release(self, tickets: npt.ArrayLike) -> Outcomes:
+        """Returns pins: RELEASED, DEFERRED, or INVALID for a ticket that isn't held (any more)."""
+        return self.native.release(_tickets(tickets))
+
+    def touch(self, keys: Sequence[str]) -> Outcomes:
+        """Marks stored objects as just used, the chain's root last: TOUCHED, MISS, NOT_NOW."""
+        return self.native.touch(keys)
+
+    def touch_raw(self, prefix: str, hashes: Sequence[bytes]) -> Outcomes:
+        return self.native.touch_raw(prefix, hashes)
+
+    note = touch
+    note_raw = touch_raw
+
+    def payload(self, tickets: npt.ArrayLike) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """Addresses and lengths, in this process, of the objects behind tickets it holds; 0 for any other."""
+        return self.native.payload(_tickets(tickets))
+
+    # Removing
+
+    def remove(self, keys: Sequence[str]) -> Outcomes:
+        """Makes objects invisible at once, frees them with their last pin: REMOVED, MISS, BUSY, NOT_NOW."""
+        return self.native.remove(keys)
+
+    def clear(self, ns: int) -> bool:
+        """Removes the whole namespace for everybody; what is reserved now can't be published afterwards."""
+        return self.native.clear(ns)
+
+    # Upkeep
+
+    def stats(self) -> dict[str, int]:
+        return self.native.stats()
+
+    def audit(self) -> None:
+        """Walks the whole pool under the lock; InvariantError names the first broken invariant."""
+        self.native.audit()
+
+    def reap(self) -> int:
+        """Takes back what dead processes held; how many they were. For the caller's janitor, now and then."""
+        return self.native.reap()
+
+
+def _tickets(tickets: npt.ArrayLike) -> Tickets:
+    return np.ascontiguousarray(tickets, dtype=np.uint64)
+
+
+def _sizes(object_bytes: int | npt.NDArray[np.uint64]) -> int | npt.NDArray[np.uint64]:
+    return (
+        object_bytes if isinstance(object_bytes, int) else np.ascontiguousarray(object_bytes, dtype=np.uint64)
+    )

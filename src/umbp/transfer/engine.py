@@ -1,0 +1,69 @@
+"""Copies between engine memory and pool slots, by the native engine's threads and without the GIL."""
+
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from umbp import _native
+from umbp.pool.pool import Pool
+from umbp.transfer.runs import BlockRuns
+
+
+class CopyEngine:
+    """A few threads that move blocks. Safe to call from several threads; a call returns when its bytes have moved.
+
+    The caller answers for the engine memory: it stays mapped, and nobody else uses those blocks, during a call.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._native = _native.CopyEngine(threads)
+
+    @property
+    def threads(self) -> int:
+        return self._native.threads
+
+    def store(
+        self,
+        runs: BlockRuns,
+        block_ids: npt.ArrayLike,
+        pool: Pool,
+        tickets: npt.ArrayLike,
+        *,
+        checksum: bool = False,
+    ) -> npt.NDArray[np.uint8]:
+        """Gathers blocks into slots that this process has reserved; a `CopyStatus` for each."""
+        return self._native.store(runs.native, _blocks(block_ids), pool.native, _tickets(tickets), checksum)
+
+    def load(
+        self,
+        runs: BlockRuns,
+        block_ids: npt.ArrayLike,
+        pool: Pool,
+        tickets: npt.ArrayLike,
+        *,
+        checksum: bool = False,
+    ) -> npt.NDArray[np.uint8]:
+        """Scatters acquired objects into blocks; a `CopyStatus` for each. A block whose status isn't OK is untouched."""
+        return self._native.load(runs.native, _blocks(block_ids), pool.native, _tickets(tickets), checksum)
+
+    def close(self) -> None:
+        """Ends the threads. Copies in flight finish first."""
+        self._native.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _blocks(block_ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    return np.ascontiguousarray(block_ids, dtype=np.int64)
+
+
+def _tickets(tickets: npt.ArrayLike) -> npt.NDArray[np.uint64]:
+    return np.ascontiguousarray(tickets, dtype=np.uint64)
