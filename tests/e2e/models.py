@@ -42,9 +42,9 @@ TINY = Shape("tiny", layers=4, hidden=256, heads=4, kv_heads=2, intermediate=512
 PEERS = Shape("peers", layers=8, hidden=512, heads=8, kv_heads=8, intermediate=1408)
 
 # Queries and keys are larger than scale-preserving, so that attention picks a few tokens, far ones included.
-QUERY_KEY_GAIN = 1.7
+QUERY_KEY_GAIN = 3.0
 # Wide logits: the first choice is mostly far ahead of the second.
-LOGIT_GAIN = 4.0
+LOGIT_GAIN = 3.0
 
 
 def make_model(shape: Shape, root: Path, *, seed: int = 0) -> Path:
