@@ -1,7 +1,8 @@
 """The node pool over the native core: segments, slots, tickets, limits."""
 
+from umbp._native import slot_bytes
 from umbp.pool.handle import PoolHandle
 from umbp.pool.outcomes import CopyStatus, Outcome
 from umbp.pool.pool import Pool
 
-__all__ = ["CopyStatus", "Outcome", "Pool", "PoolHandle"]
+__all__ = ["CopyStatus", "Outcome", "Pool", "PoolHandle", "slot_bytes"]

@@ -1,12 +1,15 @@
-"""The embedded runtime: each worker makes a pool of its own in host memory, and the scheduler attaches to all of them.
+"""The embedded runtime: each worker makes a pool of its own in host memory, and the scheduler attaches to all
+of them.
 
-A pool is an anonymous segment of its worker's process: it has no name that could collide, and it goes when the last
-process that attached it goes. No data and no question passes through a socket.
+A pool is an anonymous segment of its worker's process: it has no name that could collide, and it goes when
+the last process that attached it goes. No data and no question passes through a socket.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from umbp.data import (
     BlockIdentityCodec,
@@ -17,7 +20,8 @@ from umbp.data import (
 )
 from umbp.errors import ConfigError, SegmentError
 from umbp.options import Options
-from umbp.pool import Pool, PoolHandle
+from umbp.pool import Outcome, Pool, PoolHandle
+from umbp.pool.pool import Tickets
 from umbp.runtime.base import Capabilities, HandshakeExtra, NotePhase
 from umbp.runtime.pool_worker import PoolWorkerHandle
 
@@ -67,7 +71,7 @@ class PoolSchedulerHandle:
         self._pools: dict[Rank, Pool] = {}
         self._namespace_ids: dict[Rank, int] = {}
         self._prefixes: dict[str, Rank | None] = {}
-        self._held: dict[str, list[tuple[Pool, Sequence[int]]]] = {}
+        self._held: dict[str, list[tuple[Pool, Tickets]]] = {}
         self._held_keys: dict[str, set[str]] = {}
 
     def bind_workers(self, extras: Mapping[Rank, HandshakeExtra]) -> None:
@@ -119,22 +123,26 @@ class PoolSchedulerHandle:
         if rank is None:
             return False
         pool = self._pools[rank]
-        tickets = pool.acquire_leading([key])
-        if len(tickets):
+        tickets, outcomes = pool.acquire([key])
+        is_hit = bool(outcomes[0] == Outcome.HIT)
+        if is_hit:
             self._held.setdefault(request_id, []).append((pool, tickets))
-        return len(tickets) == 1
+        return is_hit
 
     def hold_raw(self, request_id: str, group_id: int, block_hashes: Sequence[bytes]) -> int:
         count = self.lookup_raw(group_id, block_hashes)
-        taken: list[tuple[Pool, Sequence[int]]] = []
+        taken: list[tuple[Pool, Tickets]] = []
         for rank, pool in self._pools.items():
             if count == 0:
                 break
             prefix = self._codec.key_prefix(group_id, rank)
-            tickets = pool.acquire_leading_raw(prefix, list(block_hashes[:count]))
-            count = len(tickets)
-            taken.append((pool, tickets))
-        # What one rank lost since the lookup, the others need not keep.
+            tickets, outcomes = pool.acquire_raw(prefix, list(block_hashes[:count]))
+            is_hit = outcomes == Outcome.HIT
+            leading = int(np.argmin(is_hit)) if not is_hit.all() else len(is_hit)
+            pool.release(tickets[leading:][is_hit[leading:]])
+            taken.append((pool, tickets[:leading]))
+            count = leading
+        # What a later rank lost since the lookup, the earlier ones need not keep.
         for pool, tickets in taken:
             pool.release(tickets[count:])
         if count:
@@ -159,7 +167,8 @@ class PoolSchedulerHandle:
             pool.touch_raw(self._codec.key_prefix(0, rank), hashes)
 
     def clear(self) -> bool:
-        return all([pool.clear(self._namespace_ids[rank]) for rank, pool in self._pools.items()])
+        cleared = [pool.clear(self._namespace_ids[rank]) for rank, pool in self._pools.items()]
+        return all(cleared)
 
     def close(self) -> None:
         self._detach()
