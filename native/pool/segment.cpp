@@ -47,6 +47,7 @@ static void watch_forks() {
     pthread_atfork([] { Registry::get().mutex.lock(); }, [] { Registry::get().mutex.unlock(); },
                    [] {
                      forks.fetch_add(1);
+                     Registry::get().segments.clear();  // theirs; the child attaches afresh
                      Registry::get().mutex.unlock();
                    });
   });

@@ -1,0 +1,128 @@
+"""What forked processes do to a pool."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from typing import Any
+
+import numpy as np
+from zygote import Lines
+
+from umbp import _native
+from umbp.pool import Outcome, Pool
+
+OBJECT_BYTES = 3000
+
+
+def pattern(key: str, length: int = OBJECT_BYTES) -> bytes:
+    """The bytes that belong to a key; any other key's differ."""
+    unit = f"<{key}>".encode()
+    return (unit * (length // len(unit) + 1))[:length]
+
+
+def write_payloads(pool: Pool, keys: list[str], tickets: Any) -> None:
+    addresses, lengths = pool.payload(tickets)
+    for key, address, length in zip(keys, addresses.tolist(), lengths.tolist(), strict=True):
+        ctypes.memmove(address, pattern(key, length), length)
+
+
+def read_payload(pool: Pool, ticket: int) -> bytes:
+    addresses, lengths = pool.payload([ticket])
+    return ctypes.string_at(int(addresses[0]), int(lengths[0]))
+
+
+def store(pool: Pool, ns: int, keys: list[str], parents: list[str | None] | None = None) -> list[int]:
+    """Reserves, writes and publishes; the outcomes of the reservation."""
+    tickets, outcomes = pool.reserve(ns, keys, OBJECT_BYTES, parents)
+    mine = outcomes == Outcome.RESERVED
+    write_payloads(pool, [k for k, m in zip(keys, mine, strict=True) if m], tickets[mine])
+    pool.publish(tickets[mine])
+    return list(outcomes.tolist())
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return [plain(v) for v in value] if isinstance(value, tuple) else value
+
+
+def serve(lines: Lines, path: str) -> None:
+    """Runs a pool's verbs on demand; `arm` sets the crash point, `store` and `read` move patterns."""
+    pool = Pool.attach(path)
+    for verb, *args in lines:
+        try:
+            if verb == "arm":
+                value = _native.arm_crash_point(*args)
+            elif verb == "store":
+                value = store(pool, *args)
+            elif verb == "read":
+                value = read_payload(pool, *args).decode()
+            elif verb == "attach":
+                value = repr(Pool.attach(args[0]))
+            else:
+                value = plain(getattr(pool, verb)(*args))
+            lines.answer(value)
+        except Exception as error:
+            lines.answer(f"{type(error).__name__}: {error}", "error")
+
+
+def script(lines: Lines, path: str, countdown: int, stop: bool = False) -> None:
+    """A fixed walk through every verb, with the n-th crash point armed; answers once if it got to its end."""
+    _native.arm_crash_point(countdown, stop)
+    pool = Pool.attach(path)
+    ns = pool.namespace("script")
+    chain = [f"s{i}" for i in range(12)]
+    parents: list[str | None] = [None, *chain[:-1]]
+    store(pool, ns, chain, parents)
+    tickets, _ = pool.acquire(chain[:6])
+    pool.touch(chain)
+    pool.remove(chain[4:8])
+    pool.release(tickets[:3])
+    held, _ = pool.reserve(ns, ["a1", "a2", "a3"], 9000)
+    pool.abandon(held[:1])
+    store(pool, ns, [f"more{i}" for i in range(40)])
+    late, _ = pool.reserve(ns, ["late"], OBJECT_BYTES)
+    pool.clear(ns)
+    pool.publish(late)
+    pool.publish(held[1:])
+    store(pool, ns, ["again"])
+    pool.close()
+    _native.arm_crash_point(0)
+    lines.answer("done")
+
+
+def workload(lines: Lines, path: str, seed: int, countdown: int) -> None:
+    """Random verbs until killed, one answer after each. Leaves reservations and pins lying about on purpose."""
+    pool = Pool.attach(path)
+    rng = random.Random(seed)
+    ns = pool.namespace("work")
+    universe = [f"w{i}" for i in range(120)]
+    held: list[int] = []
+    reserved: list[int] = []
+    _native.arm_crash_point(countdown)
+    while True:
+        start = rng.randrange(100)
+        keys = universe[start : start + rng.randrange(1, 20)]
+        match rng.randrange(8):
+            case 0 | 1:
+                store(pool, ns, keys, [None, *keys[:-1]])
+            case 2:
+                tickets, outcomes = pool.reserve(ns, keys[:4], rng.choice([OBJECT_BYTES, 9000]))
+                reserved += tickets[outcomes == Outcome.RESERVED].tolist()
+            case 3:
+                tickets, outcomes = pool.acquire(keys)
+                held += tickets[outcomes == Outcome.HIT].tolist()
+            case 4:
+                pool.release(held)
+                held = []
+            case 5:
+                pool.abandon(reserved)
+                reserved = []
+            case 6:
+                pool.remove(keys[:3])
+            case 7:
+                pool.touch(keys)
+        if rng.randrange(40) == 0:
+            pool.clear(ns)
+        lines.answer(None)

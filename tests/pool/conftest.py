@@ -1,0 +1,41 @@
+"""Small pools, and a zygote that forks real processes to share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from zygote import Zygote
+
+from umbp.pool import Pool
+
+
+@pytest.fixture
+def make_pool() -> Iterator[Callable[..., Pool]]:
+    """Pools of a few slots; closed at the end."""
+    pools: list[Pool] = []
+
+    def make(slots: int = 32, *, slab_slots: int = 4, object_bytes: int = 3000, **options: float) -> Pool:
+        slot = (object_bytes + 64 + 4095) // 4096 * 4096
+        pool = Pool.create_memfd(
+            slots * slot, slab_bytes=slab_slots * slot, min_object_bytes=object_bytes, **options  # type: ignore[arg-type]
+        )
+        pools.append(pool)
+        return pool
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def session_zygote() -> Iterator[Zygote]:
+    zygote = Zygote()
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture
+def zygote(session_zygote: Zygote) -> Iterator[Zygote]:
+    with session_zygote.episode():
+        yield session_zygote

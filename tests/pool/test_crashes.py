@@ -1,0 +1,250 @@
+"""Whoever dies, at whatever instruction, leaves nothing behind; whoever is stopped costs "not now", not a hang."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from actors import OBJECT_BYTES, pattern, read_payload, store
+from zygote import Zygote
+
+from umbp.pool import Outcome, Pool
+
+KILLS = int(os.environ.get("KILLS", "200"))
+
+
+def assert_nothing_is_left(pool: Pool, slots: int) -> None:
+    """Every slot can be had again, every object that is found has its own key's bytes, all counts agree."""
+    pool.reap()
+    pool.audit()
+    stats = pool.stats()
+    assert stats["processes"] == 1
+    ns = pool.namespace("check")
+    keys = [f"check{i}" for i in range(slots)]
+    tickets, outcomes = pool.reserve(ns, keys, OBJECT_BYTES)
+    assert set(outcomes.tolist()) == {Outcome.RESERVED}, pool
+    pool.abandon(tickets)
+    pool.audit()
+    assert pool.stats()["used_bytes"] == 0
+
+
+def assert_payloads_are_right(pool: Pool, keys: list[str]) -> int:
+    tickets, outcomes = pool.acquire(keys)
+    found = 0
+    for key, ticket, outcome in zip(keys, tickets.tolist(), outcomes.tolist(), strict=True):
+        if outcome == Outcome.HIT:
+            found += 1
+            payload = read_payload(pool, ticket)
+            assert payload == pattern(key, len(payload))
+    pool.release(tickets[outcomes == Outcome.HIT])
+    return found
+
+
+def test_a_death_at_each_point_of_every_verb_is_repaired(make_pool: Callable[..., Pool], zygote: Zygote) -> None:
+    countdown, is_done = 0, False
+    keys = [f"s{i}" for i in range(12)] + [f"more{i}" for i in range(40)] + ["a1", "a2", "a3", "late", "again"]
+    while not is_done:
+        countdown += 1
+        pool = make_pool(slots=48)
+        with zygote.episode():
+            actor = zygote.spawn("script", pool.handle.path, countdown)
+            try:
+                assert actor.receive() == "done"
+                is_done = True
+            except EOFError:
+                actor.wait_until_dead()
+            pool.audit()
+            for key in ("a2", "a3"):  # published by the walk without content
+                pool.remove([key])
+            assert_payloads_are_right(pool, keys)
+            assert_nothing_is_left(pool, 48)
+            pool.close()
+    assert countdown > 200
+
+
+def test_random_kills_leave_nothing(make_pool: Callable[..., Pool], zygote: Zygote) -> None:
+    """KILLS deaths: half inside a critical section, half from outside at any moment, up to three at work at once."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    pool = make_pool(slots=64)
+    universe = [f"w{i}" for i in range(120)]
+    found = deaths = 0
+    while deaths < KILLS:
+        with zygote.episode():
+            crowd = [
+                zygote.spawn(
+                    "workload",
+                    pool.handle.path,
+                    rng.randrange(1 << 30),
+                    rng.randrange(1, 3000) if rng.random() < 0.5 else 0,
+                )
+                for _ in range(rng.randrange(1, 4))
+            ]
+            for actor in crowd:
+                try:
+                    for _ in range(rng.randrange(1, 60)):
+                        actor.receive()
+                    actor.kill()
+                except EOFError:
+                    actor.wait_until_dead()
+                deaths += 1
+                pool.lookup(universe)
+                pool.audit()
+            pool.reap()
+            pool.audit()
+            held, outcomes = pool.reserve(pool.namespace("work"), universe, OBJECT_BYTES)
+            assert Outcome.BUSY not in outcomes
+            pool.abandon(held[outcomes == Outcome.RESERVED])
+            big = pool.acquire(universe)
+            pool.release(big[0][big[1] == Outcome.HIT])
+            store(pool, pool.namespace("work"), universe[: rng.randrange(120)])
+            found += assert_sound(pool, universe)
+    assert_nothing_is_left(pool, 64)
+    assert found > 0
+
+
+def assert_sound(pool: Pool, universe: list[str]) -> int:
+    return assert_payloads_are_right(pool, universe)
+
+
+def test_a_reaped_process_gives_back_pins_and_reservations(make_pool: Callable[..., Pool], zygote: Zygote) -> None:
+    pool = make_pool(slots=8)
+    ns = pool.namespace("a")
+    store(pool, ns, ["x", "y"])
+    actor = zygote.spawn("serve", pool.handle.path)
+    actor.call("acquire", ["x", "y", "x"])
+    actor.call("reserve", ns, ["new"], OBJECT_BYTES)
+    assert pool.reserve(ns, ["new"], OBJECT_BYTES)[1].tolist() == [Outcome.BUSY]
+    pool.remove(["y"])
+    pool.audit()
+    actor.kill()
+    assert pool.reap() == 1
+    pool.audit()
+    assert pool.lookup(["x", "y", "new"]).tolist() == [True, False, False]
+    assert_nothing_is_left(pool, 8)
+
+
+def test_a_zombie_is_dead(make_pool: Callable[..., Pool], zygote: Zygote) -> None:
+    """Scenario: the holder of the lock has died and its parent never waits for it."""
+    pool = make_pool()
+    actor = zygote.spawn("serve", pool.handle.path)
+    ns = actor.call("namespace", "a")
+    actor.call("arm", 4)
+    with pytest.raises(EOFError):
+        actor.call("store", ns, ["k1", "k2"])
+    actor.wait_until_dead()
+    assert actor.state() == "Z"
+    assert store(pool, ns, ["k1"]) == [Outcome.RESERVED]
+    assert pool.stats()["takeovers"] == 1
+    pool.audit()
+
+
+def test_a_writer_waits_for_no_dead_writer(make_pool: Callable[..., Pool], zygote: Zygote) -> None:
+    """Scenario: killed between reserve and publish; no janitor has run; the key must become storable again."""
+    pool = make_pool()
+    actor = zygote.spawn("serve", pool.handle.path)
+    ns = actor.call("namespace", "a")
+    actor.call("reserve", ns, ["k"], OBJECT_BYTES)
+    actor.kill()
+    assert store(pool, ns, ["k"]) == [Outcome.BUSY]  # and this call has seen that its writer is dead
+    assert store(pool, ns, ["k"]) == [Outcome.RESERVED]
+
+
+def test_a_full_pool_takes_back_what_the_dead_hold(make_pool: Callable[..., Pool], zygote: Zygote) -> None:
+    pool = make_pool(slots=8)
+    actor = zygote.spawn("serve", pool.handle.path)
+    ns = actor.call("namespace", "a")
+    actor.call("reserve", ns, [f"k{i}" for i in range(8)], OBJECT_BYTES)
+    assert store(pool, ns, ["n"]) == [Outcome.FULL]
+    actor.kill()
+    assert store(pool, ns, ["n"]) == [Outcome.RESERVED]
+
+
+def test_a_stopped_lock_holder_costs_not_now_and_recovers(make_pool: Callable[..., Pool], zygote: Zygote) -> None:
+    pool = make_pool()
+    ns = pool.namespace("a")
+    store(pool, ns, ["x", "y"])
+    held, _ = pool.acquire(["x"])
+    mine, _ = pool.reserve(ns, ["mine"], OBJECT_BYTES)
+    actor = zygote.spawn("serve", pool.handle.path)
+    actor.call("arm", 5, True)
+    actor.send("store", ns, ["k1", "k2", "k3"])
+    actor.wait_until_stopped()
+
+    started = time.monotonic()
+    assert pool.acquire(["x", "y"])[1].tolist() == [Outcome.NOT_NOW] * 2
+    assert pool.reserve(ns, ["n"], OBJECT_BYTES)[1].tolist() == [Outcome.NOT_NOW]
+    assert pool.touch(["x"]).tolist() == [Outcome.NOT_NOW]
+    assert pool.remove(["x"]).tolist() == [Outcome.NOT_NOW]
+    assert time.monotonic() - started < 0.5
+    assert pool.lookup(["x", "y", "k1"]).tolist() == [True, True, False]
+    assert pool.publish(mine).tolist() == [Outcome.NOT_NOW]
+    assert pool.release(held).tolist() == [Outcome.DEFERRED]
+    assert pool.abandon(mine).tolist() == [Outcome.DEFERRED]
+    assert pool.stats()["deferred_here"] == 2
+    assert time.monotonic() - started < 2
+    assert pool.stats()["not_now"] >= 6
+    assert pool.stats()["takeovers"] == 0
+
+    os.kill(actor.pid, signal.SIGCONT)
+    assert actor.receive() == [Outcome.RESERVED] * 3
+    pool.acquire(["nothing"])  # any verb that gets the lock does what was deferred
+    assert pool.stats()["deferred_here"] == 0
+    assert pool.stats()["pinned_here"] == 0
+    pool.audit()
+    assert pool.lookup(["k1", "k2", "k3", "mine"]).tolist() == [True, True, True, False]
+
+
+def test_a_stopped_holder_that_is_killed_is_taken_over(make_pool: Callable[..., Pool], zygote: Zygote) -> None:
+    pool = make_pool()
+    ns = pool.namespace("a")
+    actor = zygote.spawn("serve", pool.handle.path)
+    actor.call("arm", 9, True)
+    actor.send("store", ns, ["k1", "k2", "k3"])
+    actor.wait_until_stopped()
+    assert pool.acquire(["k1"])[1].tolist() == [Outcome.NOT_NOW]
+    actor.kill()
+    assert pool.acquire(["k1"])[1].tolist() == [Outcome.MISS]
+    assert_nothing_is_left(pool, 32)
+
+
+def test_the_successor_in_a_process_slot_inherits_nothing(make_pool: Callable[..., Pool], zygote: Zygote) -> None:
+    """Scenario: killed and restarted at once; the new process gets the same slot before anybody has reaped."""
+    pool = make_pool(slots=8)
+    ns = pool.namespace("a")
+    store(pool, ns, ["x"])
+    first = zygote.spawn("serve", pool.handle.path)
+    tickets, _ = first.call("acquire", ["x"])
+    reserved, _ = first.call("reserve", ns, ["r"], OBJECT_BYTES)
+    first.kill()
+    second = zygote.spawn("serve", pool.handle.path)
+    assert second.call("release", tickets) == [Outcome.INVALID]
+    assert second.call("publish", reserved) == [Outcome.INVALID]
+    assert pool.stats()["processes"] == 2
+    pool.audit()
+    second.kill()
+    assert_nothing_is_left(pool, 8)
+
+
+def test_readers_of_the_removed_ring_are_told_that_a_repair_may_have_lost_some(
+    make_pool: Callable[..., Pool], zygote: Zygote
+) -> None:
+    pool = make_pool()
+    cursor = pool.removed_head()
+    actor = zygote.spawn("serve", pool.handle.path)
+    ns = actor.call("namespace", "a")
+    actor.call("store", ns, ["x"])
+    actor.call("arm", 3)
+    with pytest.raises(EOFError):
+        actor.call("remove", ["x"])
+    actor.wait_until_dead()
+    assert pool.touch(["x"]).tolist() in ([Outcome.MISS], [Outcome.TOUCHED])
+    digests, cursor, is_lost = pool.removed_since(cursor)
+    assert is_lost
+    assert len(digests) == 0
+    assert not pool.removed_since(cursor)[2]
