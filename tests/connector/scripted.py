@@ -239,6 +239,7 @@ class Chains:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
+        self._weights = 0
         self._numbers: dict[str, list[int]] = {}
         self._patterns: dict[str, np.ndarray] = {}
 
@@ -251,6 +252,12 @@ class Chains:
         self._extend(request, request.num_tokens)
         return sample(self._numbers[request.request_id][request.num_tokens - 1])
 
+    def change_weights(self) -> None:
+        """From now on the same tokens make another KV."""
+        self._weights += 1
+        self._numbers.clear()
+        self._patterns.clear()
+
     def forget(self, request_id: str) -> None:
         self._numbers.pop(request_id, None)
         self._patterns.pop(request_id, None)
@@ -259,7 +266,7 @@ class Chains:
         numbers = self._numbers.setdefault(request.request_id, [])
         if len(numbers) >= count:
             return
-        salt = sum(request.cache_salt.encode()) if request.cache_salt else 0
+        salt = self._weights << 32 | (sum(request.cache_salt.encode()) if request.cache_salt else 0)
         more = chain(numbers[-1] if numbers else salt, request.all_token_ids[len(numbers) : count])
         numbers.extend(more)
         known = self._patterns.get(request.request_id)
@@ -386,6 +393,14 @@ class ScriptedEngine:
     def forget_prefixes(self) -> None:
         """The engine's own cache is emptied; the pool isn't."""
         assert self.scheduler.reset_prefix_cache()
+
+    def change_weights(self, *, preempt: bool = True) -> bool:
+        """Empty the engine's cache and the pool, as after an update of the model's weights. If that is told to
+        have worked, the same tokens make another KV from now on: whatever is old shows."""
+        worked = self.scheduler.reset_prefix_cache(reset_running_requests=preempt, reset_connector=True)
+        if worked:
+            self._chains.change_weights()
+        return worked
 
     def drain(self, limit: int = 500) -> int:
         """Step until the engine core would go to sleep; how many steps it took."""
@@ -549,7 +564,7 @@ class ScriptedEngine:
         for block_id, (block_hash, requests) in self._owners().items():
             old_hash, old_requests = before[block_id]
             is_handed_on = block_hash is not None and block_hash == old_hash
-            if requests - old_requests and not is_handed_on:
+            if requests and not requests & old_requests and not is_handed_on:
                 spoiled.append(block_id)
         for rank in self.ranks:
             rank.memory.spoil(spoiled)
