@@ -1,0 +1,195 @@
+"""What a pool does when it is full, and what the stated capabilities promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+
+from umbp.runtime import base
+from umbp.runtime.base import LookupState
+from umbp.testing.rig import Rig, Shape, hashes
+from umbp.testing.rules.support import ContractSupport
+
+
+class ExtrasContract(ContractSupport):
+    """Room, holds and the other extras."""
+
+    def test_a_full_pool_makes_room_or_refuses_and_never_lies(self, make_rig: Callable[..., Rig]) -> None:
+        self.needs_certainty()
+        capacity = self.needs_a_capacity()
+        rig = make_rig(1, Shape(layers=1, blocks=capacity * 2, block_bytes=4096))
+        chain, (rank,) = hashes(capacity * 2), rig.ranks
+        content = {key: rank.read(block) for block, key in enumerate(rank.keys(chain))}
+        there: set[str] = set()
+        for number, block_hash in enumerate(chain):
+            plans = rank.store_plans("batch", [block_hash], [number])
+            there |= self.published(rank, self.finished(rank, rank.worker.store(plans)))
+        hits = [key for key, hit in zip(content, rig.scheduler.lookup(list(content)), strict=True) if hit]
+        assert set(hits) <= there
+        assert 0 < len(hits) <= capacity
+        for key, block_hash in zip(content, chain, strict=True):
+            job = self.finished(rank, rank.worker.load(rank.load_plans("batch", [block_hash], [0])))
+            assert job.completed_keys == ({key} if key in hits else set())
+            assert key not in hits or rank.read(0) == content[key]
+
+    def test_a_batch_larger_than_the_pool_reports_no_more_than_it_keeps(
+        self, make_rig: Callable[..., Rig]
+    ) -> None:
+        self.needs_certainty()
+        capacity = self.needs_a_capacity()
+        rig = make_rig(1, Shape(layers=1, blocks=capacity * 2, block_bytes=4096))
+        chain, (rank,) = hashes(capacity * 2), rig.ranks
+        job = self.finished(rank, rank.worker.store(rank.store_plans("batch", chain, range(len(chain)))))
+        there = self.published(rank, job)
+        assert 0 < len(there) <= capacity
+        self.expect_hits(rig, rank.keys(chain), there)
+
+    def test_a_hold_is_the_present_run_at_the_start(self, rig: Rig) -> None:
+        self.needs(rig, "hold")
+        holder = cast(base.SupportsHold, rig.scheduler)
+        chain = hashes(5)
+        there = self.put(rig, [*chain[:2], *chain[3:]], [0, 1, 3, 4])
+        held = holder.hold("r", rig.keys(chain))
+        assert held <= (2 if there else 0)
+        assert self.may_fail or self.stores_nothing or held == 2
+        assert holder.hold("r", rig.keys(chain[2:])) == 0
+        assert holder.hold("other", []) == 0
+        holder.unhold("r")
+
+    def test_giving_back_what_was_never_held_is_no_error(self, rig: Rig) -> None:
+        self.needs(rig, "hold")
+        holder = cast(base.SupportsHold, rig.scheduler)
+        holder.unhold("nobody")
+        self.put(rig, hashes(1))
+        holder.hold("r", rig.keys(hashes(1)))
+        holder.unhold("r")
+        holder.unhold("r")
+
+    def test_held_objects_survive_any_pressure_and_go_when_given_back(
+        self, make_rig: Callable[..., Rig]
+    ) -> None:
+        self.needs_certainty()
+        capacity = self.needs_a_capacity()
+        rig = make_rig(1, Shape(layers=1, blocks=capacity * 4, block_bytes=4096))
+        self.needs(rig, "hold")
+        holder = cast(base.SupportsHold, rig.scheduler)
+        (rank,) = rig.ranks
+        kept = hashes(max(capacity // 2, 1), "kept")
+        content = {key: rank.read(block) for block, key in enumerate(rank.keys(kept))}
+        self.put(rig, kept)
+        assert holder.hold("one", rig.keys(kept)) == len(kept)
+        assert holder.hold("two", rig.keys(kept)) == len(kept)
+        self.press(rig, capacity * 2)
+        assert all(rig.scheduler.lookup(rig.keys(kept)))
+        holder.unhold("one")
+        self.press(rig, capacity * 2, "again")
+        assert all(rig.scheduler.lookup(rig.keys(kept))), "one of two holders gave back, and the objects went"
+        job = self.finished(rank, rank.worker.load(rank.load_plans("batch", kept, range(len(kept)))))
+        assert job.status == "completed"
+        assert [rank.read(block) for block in range(len(kept))] == list(content.values())
+        holder.unhold("two")
+        self.press(rig, capacity * 2, "a third time")
+        assert not all(rig.scheduler.lookup(rig.keys(kept)))
+
+    @pytest.mark.parametrize("tp_size", [1, 2])
+    def test_a_raw_lookup_counts_the_blocks_that_all_ranks_have(
+        self, make_rig: Callable[..., Rig], tp_size: int
+    ) -> None:
+        rig = self.rig_of(make_rig, tp_size)
+        self.needs(rig, "lookup_raw")
+        by_hash = cast(base.SupportsRawLookup, rig.scheduler)
+        chain = hashes(6)
+        assert by_hash.lookup_raw(0, chain) == 0
+        assert by_hash.lookup_raw(0, []) == 0
+        self.put(rig, [*chain[:3], *chain[4:]], [0, 1, 2, 4, 5])
+        assert by_hash.lookup_raw(7, chain) == 0
+        self.needs_certainty()
+        assert by_hash.lookup_raw(0, chain) == 3
+        assert by_hash.lookup_raw(0, chain[4:]) == 2
+        last = rig.ranks[-1]
+        job = self.finished(last, last.worker.store(last.store_plans("batch", [chain[3]], [3])))
+        self.published(last, job)
+        assert by_hash.lookup_raw(0, chain) == (6 if tp_size == 1 else 3)
+
+    @pytest.mark.parametrize("tp_size", [1, 2])
+    def test_a_raw_hold_is_a_hold_on_all_ranks(self, make_rig: Callable[..., Rig], tp_size: int) -> None:
+        rig = self.rig_of(make_rig, tp_size)
+        self.needs(rig, "hold")
+        self.needs(rig, "lookup_raw")
+        holder = cast(base.SupportsRawHold, rig.scheduler)
+        chain = hashes(4)
+        self.put(rig, chain[:3])
+        held = holder.hold_raw("r", 0, chain)
+        assert held <= 3
+        assert self.may_fail or held == (0 if self.stores_nothing else 3)
+        cast(base.SupportsHold, rig.scheduler).unhold("r")
+
+    def test_lookup_states_hit_where_lookups_hit(self, rig: Rig) -> None:
+        self.needs(rig, "lookup_states")
+        asker = cast(base.SupportsLookupStates, rig.scheduler)
+        chain, (rank,) = hashes(4), rig.ranks
+        there = self.put(rig, chain[:2])
+        job = self.finished(rank, rank.worker.store(rank.store_plans("batch", chain[2:3], [2])))
+        keys = rank.keys(chain)
+        states = list(asker.lookup_states(keys))
+        assert len(states) == 4
+        assert {key for key, s in zip(keys, states, strict=True) if s is LookupState.HIT} <= there
+        assert states[2] is (LookupState.PENDING if job.completed_keys else LookupState.MISS)
+        assert states[3] is LookupState.MISS
+        if not self.may_fail and not self.stores_nothing:
+            assert states[:2] == [LookupState.HIT] * 2
+
+    def test_a_note_changes_nothing_that_can_be_seen(self, rig: Rig) -> None:
+        self.needs(rig, "note")
+        advised = cast(base.SupportsNote, rig.scheduler)
+        chain = hashes(4)
+        there = self.put(rig, chain[:2])
+        advised.note("r", "admit", chain)
+        advised.note("r", "end", chain, output_tokens=17, finish="stop")
+        advised.note("never admitted", "end", [], 0, "abort")
+        self.expect_hits(rig, rig.keys(chain), there)
+
+    def test_evicted_keys_are_told_once(self, rig: Rig) -> None:
+        self.needs(rig, "evicted_keys")
+        teller = cast(base.SupportsEvictedKeys, rig.scheduler)
+        there = self.put(rig, hashes(3))
+        assert list(teller.take_evicted_keys()) == []
+        assert rig.scheduler.clear()
+        assert sorted(teller.take_evicted_keys()) == sorted(there)
+        assert list(teller.take_evicted_keys()) == []
+
+    def test_an_unbound_scheduler_misses_everything(self, rig: Rig) -> None:
+        self.needs(rig, "attach")
+        chain = hashes(2)
+        there = self.put(rig, chain)
+        rig.scheduler = rig.new_scheduler(bind=False)
+        self.expect_hits(rig, rig.keys(chain), set())
+        rig.bind(rig.scheduler)
+        self.expect_hits(rig, rig.keys(chain), there)
+        rig.bind(rig.scheduler)
+        self.expect_hits(rig, rig.keys(chain), there)
+
+    def test_a_cancelled_job_ends_and_publishes_no_more_than_it_completed(self, rig: Rig) -> None:
+        self.needs(rig, "cancel")
+        chain, (rank,) = hashes(4), rig.ranks
+        worker = cast(base.SupportsCancel, rank.worker)
+        job = rank.worker.store(rank.store_plans("batch", chain, range(4)))
+        worker.cancel(job)
+        self.finished(rank, job)
+        worker.cancel(job)
+        self.expect_hits(rig, rank.keys(chain), self.published(rank, job))
+        load = rank.worker.load(rank.load_plans("batch", chain, range(8, 12)))
+        worker.cancel(load)
+        self.finished(rank, load)
+
+    def test_usage_counts_what_is_stored(self, rig: Rig) -> None:
+        self.needs(rig, "usage")
+        meter = cast(base.SupportsUsage, rig.ranks[0].worker)
+        there = self.put(rig, hashes(3))
+        usage = meter.usage()
+        assert {"pool_capacity_bytes", "pool_used_bytes", "pool_objects", "pool_pinned_objects"} <= set(usage)
+        assert usage["pool_objects"] == len(there)
+        assert usage["pool_pinned_objects"] == 0
+        assert usage["pool_used_bytes"] <= usage["pool_capacity_bytes"]
