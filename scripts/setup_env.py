@@ -159,7 +159,12 @@ def with_marker(*arguments: str) -> None:
 
 
 def pip(*arguments: str) -> None:
-    run([str(PYTHON), "-m", "pip", "-qq", "--disable-pip-version-check", *arguments])
+    """Runs pip, whose words are shown where it fails: it always finds fault with what `usable` leaves out."""
+    command = [str(PYTHON), "-m", "pip", "-q", "--disable-pip-version-check", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    if result.returncode != 0:
+        print(result.stdout, result.stderr, sep="\n", file=sys.stderr)
+        stop(f"pip failed with exit code {result.returncode}: {' '.join(arguments)}")
 
 
 def run(command: list[str], capture: bool = False, cwd: str | None = None) -> str:
