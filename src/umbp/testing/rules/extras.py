@@ -108,10 +108,11 @@ class ExtrasContract(ContractSupport):
         self.needs_certainty()
         assert by_hash.lookup_raw(0, chain) == 3
         assert by_hash.lookup_raw(0, chain[4:]) == 2
-        last = rig.ranks[-1]
-        job = self.finished(last, last.worker.store(last.store_plans("batch", [chain[3]], [3])))
-        self.published(last, job)
-        assert by_hash.lookup_raw(0, chain) == (6 if tp_size == 1 else 3)
+        for rank in rig.ranks:
+            alone = hashes(3, f"only on {rank.topology.tp_rank}")
+            job = self.finished(rank, rank.worker.store(rank.store_plans("batch", alone, range(3))))
+            self.published(rank, job)
+            assert by_hash.lookup_raw(0, alone) == (3 if tp_size == 1 else 0)
 
     @pytest.mark.parametrize("tp_size", [1, 2])
     def test_a_raw_hold_is_a_hold_on_all_ranks(self, make_rig: Callable[..., Rig], tp_size: int) -> None:
