@@ -365,9 +365,11 @@ class EngineProcess:
         self.is_alive = False
         process, self._process = self._process, None
         if process is not None:
+            members = _group(process.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            _wait_for_end(members)
         for descriptor in (self._commands, self._answers):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -386,6 +388,26 @@ def _is_whole(data: bytearray) -> bool:
     except (EOFError, pickle.UnpicklingError):
         return False
     return True
+
+
+def _wait_for_end(pids: Sequence[int]) -> None:
+    """Killed processes that others must reap are gone a moment later."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            try:
+                select.select([descriptor], [], [], 10.0)
+            finally:
+                os.close(descriptor)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and has not ended; a zombie has."""
+    try:
+        status = (Path("/proc") / str(pid) / "stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def _group(leader: int) -> list[int]:

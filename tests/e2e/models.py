@@ -19,7 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A llama model's shape; the KV of one token has `2 * layers * kv_heads * head_dim` numbers of two bytes."""
+    """A llama model's shape; the KV of one token has `2 * layers * kv_heads * head_dim` numbers."""
 
     name: str
     layers: int

@@ -12,7 +12,7 @@ _RECORD = "_recorded_blocks"
 
 
 def record_blocks(worker: Any) -> None:
-    """From now on, remember each scheduled request's block ids, as the worker is told them; once per worker."""
+    """From now on, remember each scheduled request's block ids, as the worker is told them."""
     runner = worker.model_runner
     if hasattr(runner, _RECORD):
         return
