@@ -9,7 +9,7 @@ BIN := .venv/bin
 NATIVE_SOURCES = $(shell find native -path '*/third_party' -prune -o -name '*.[ch]pp' -print -o -name '*.h' -print)
 OTHER_VLLM := .venv-vllm033/bin/python
 
-.PHONY: help setup demo test test-quick check format bench setup-vllm033 soak soak-pool clean
+.PHONY: help setup demo test test-quick check format bench setup-vllm033 setup-mooncake soak soak-pool clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ bench: setup  ## the benchmarks, as ratios (BENCH_ARGS=--small for a short run)
 
 setup-vllm033: setup  ## build .venv-vllm033: vLLM 0.33's Python files over the CPU build
 	@$(BIN)/python scripts/setup_vllm033.py
+
+setup-mooncake: setup  ## install Mooncake Store for the benchmark beside it (libraries as root on Debian)
+	@scripts/setup_mooncake.sh
 
 soak: setup  ## the long runs (UMBP_SOAK_SECONDS each)
 	@$(BIN)/python -m pytest -m soak $(PYTEST_ARGS) || { [ $$? -eq 5 ] && echo "no soak test is there yet"; }

@@ -140,9 +140,10 @@ def test_the_doctor_finds_this_installation_well() -> None:
     assert result.returncode == 0
 
 
-@pytest.mark.slow
 def test_the_doctor_ends_with_exit_code_1_where_something_is_wrong() -> None:
-    result = run("doctor", json.dumps({**RIGHT, "kv_role": "kv_consumer"}))
+    without_vllm = "from umbp.cli import checks, main; checks.installed_vllm = lambda: None; main()"
+    result = run("doctor", json.dumps({**RIGHT, "kv_role": "kv_consumer"}), code=without_vllm)
     assert result.returncode == 1
     assert "kv_role" in result.stdout
-    assert "Not as it should be: 1 of" in result.stdout
+    assert "pip install vllm" in result.stdout
+    assert "Not as it should be: 2 of" in result.stdout
