@@ -152,6 +152,7 @@ class UMBPWorkerHandle(Protocol):
     def publish(self, job: TransferJobState) -> None:
         """Make a store's completed keys visible to lookups; failed keys stay invisible. Once is enough.
 
+        A key that can't be published any more, after a `clear` for one, may become a failed key of the job.
         `ValueError` for a load, for another handle's job and for a store that isn't final.
         """
         ...

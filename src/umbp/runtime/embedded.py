@@ -82,6 +82,7 @@ class PoolSchedulerHandle:
                 f"the worker of rank {missing[0]} reported no pool: all workers must run this connector"
             )
         self._detach()
+        self._prefixes.clear()
         for rank in self._ranks:
             handle = _pool_handle(rank, extras[rank])
             pool = Pool.attach(handle)

@@ -58,13 +58,17 @@ class Shape:
         )
 
     def memory(self, seed: int) -> dict[str, FakeTensor]:
-        """Caches full of noise, gaps included, so that a byte out of place shows."""
+        """Caches full of noise, gaps included, so that a byte out of place shows.
+
+        A tensor shows the payload alone; its `array.base` is the memory with the gaps.
+        """
         noise = np.random.default_rng(seed)
-        shape = (self.blocks * self.pieces, self.stride_bytes // self.pieces)
-        return {
-            region.layer_name: FakeTensor(noise.integers(0, 256, shape, dtype=np.uint8))
-            for region in self.regions()
-        }
+        rows, row_bytes = self.blocks * self.pieces, self.block_bytes // self.pieces
+        caches = {}
+        for region in self.regions():
+            memory = noise.integers(0, 256, (rows, self.stride_bytes // self.pieces), dtype=np.uint8)
+            caches[region.layer_name] = FakeTensor(memory[:, :row_bytes])
+        return caches
 
 
 class RankRig:
@@ -90,8 +94,12 @@ class RankRig:
 
     def _rows(self, layer: str, block_id: int) -> npt.NDArray[np.uint8]:
         """One layer's block, gap included, as one row of bytes."""
-        blocks = self.caches[layer].array.reshape(self.shape.blocks, self.shape.stride_bytes)
-        return cast("npt.NDArray[np.uint8]", blocks[block_id])
+        return cast("npt.NDArray[np.uint8]", self._memory(layer)[block_id])
+
+    def _memory(self, layer: str) -> npt.NDArray[np.uint8]:
+        memory = self.caches[layer].array.base
+        assert memory is not None
+        return memory.reshape(self.shape.blocks, self.shape.stride_bytes)
 
     def read(self, block_id: int) -> bytes:
         """The bytes of a block over all layers, gaps left out."""
@@ -114,8 +122,8 @@ class RankRig:
     def image(self, without_blocks: Sequence[int] = ()) -> dict[str, bytes]:
         """All cache memory but the payload of some blocks."""
         image = {}
-        for layer, cache in self.caches.items():
-            blocks = cache.array.reshape(self.shape.blocks, self.shape.stride_bytes).copy()
+        for layer in self.caches:
+            blocks = self._memory(layer).copy()
             blocks[list(without_blocks), : self.shape.block_bytes] = 0
             image[layer] = blocks.tobytes()
         return image

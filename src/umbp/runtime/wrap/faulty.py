@@ -164,6 +164,7 @@ class FaultyWorkerHandle(PassingWorkerHandle):
         if job in self._stores and job.status.is_final and self._random.random() < self._plan.publishes:
             raise InjectedError("the store was not published, on purpose")
         self._inner.publish(job if inner is None else inner)
+        self._settled(job, inner)
 
     def cancel(self, job: TransferJobState) -> None:
         inner = self._inner_jobs.get(job)

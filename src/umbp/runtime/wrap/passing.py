@@ -186,6 +186,7 @@ def mirror(inner: TransferJobState, outer: TransferJobState) -> None:
     if inner.completed_keys:
         outer.complete(inner.completed_keys)
     if inner.failed_keys:
+        outer.completed_keys -= inner.failed_keys
         outer.fail(inner.failed_keys, error)
     if inner.status is TransferJobStatus.CANCELLED:
         outer.cancel(inner.error or "cancelled")

@@ -143,7 +143,10 @@ class SlowWorkerHandle(PassingWorkerHandle):
         course = self._courses.get(job)
         if course is not None and course.inner is None:
             raise ValueError("the store is not over yet")
-        self._inner.publish(job if course is None or course.inner is None else course.inner)
+        inner = None if course is None else course.inner
+        self._inner.publish(job if inner is None else inner)
+        if inner is not None:
+            mirror(inner, job)
 
     def cancel(self, job: TransferJobState) -> None:
         """Brings the job's end forward: the wrapped handle is told at once, and nothing is waited for."""
