@@ -13,6 +13,8 @@ from broken_runtimes import Broken
 
 HERE = Path(__file__).parent
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:

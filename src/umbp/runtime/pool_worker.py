@@ -206,11 +206,14 @@ class PoolWorkerHandle:
         job = TransferJobState(plans)
         job.start()
         keys = job.key_column
-        if not keys:
-            job.status = TransferJobStatus.COMPLETED
-            return job
-        if self._is_closed or self._groups is None:
-            job.fail(keys, "the handle is closed" if self._is_closed else "no buffers are registered")
+        if not keys or self._is_closed or self._groups is None:
+            if keys:
+                job.fail(keys, "the handle is closed" if self._is_closed else "no buffers are registered")
+            else:
+                job.complete()
+            at_once: Future[None] = Future()
+            at_once.set_result(None)
+            self._notes[job] = _Note(direction, at_once, keys)
             return job
         thread = self._loader if direction == "load" else self._storer
         move = self._load_objects if direction == "load" else self._store_objects

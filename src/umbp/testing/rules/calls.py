@@ -111,6 +111,7 @@ class CallsContract(ContractSupport):
             rank.worker.load(rank.load_plans(kind, [], [])),
         ):
             assert self.finished(rank, job).status == "completed"
+        self.published(rank, self.finished(rank, rank.worker.store(rank.store_plans(kind, [], []))))
 
     def test_poll_tells_the_end_of_a_job_and_never_before(self, rig: Rig) -> None:
         chain, (rank,) = hashes(4), rig.ranks

@@ -1,0 +1,68 @@
+"""The embedded runtime keeps the contract: with room, without, with checksums, and under every wrapper."""
+
+from __future__ import annotations
+
+import pytest
+
+from umbp.options import parse_options
+from umbp.runtime.base import IUMBPRuntime
+from umbp.runtime.embedded import EmbeddedRuntime
+from umbp.runtime.wrap.faulty import FaultPlan, FaultyRuntime
+from umbp.runtime.wrap.metered import MeteredRuntime
+from umbp.runtime.wrap.slow import Pace, SlowRuntime
+from umbp.testing.clock import TickClock
+from umbp.testing.contract import RuntimeContract
+
+SLOT_BYTES = 8192
+"""What an object of 4 KiB takes with its trailer, in whole pages."""
+
+
+def embedded(**options: object) -> EmbeddedRuntime:
+    return EmbeddedRuntime(parse_options({"capacity_bytes": "16MiB", **options}))
+
+
+class TestEmbeddedRuntime(RuntimeContract):
+    @pytest.fixture
+    def runtime(self) -> IUMBPRuntime:
+        return embedded()
+
+    @pytest.fixture
+    def scheduler_runtime(self, runtime: IUMBPRuntime) -> IUMBPRuntime:
+        """The scheduler's process makes a runtime of its own."""
+        return embedded()
+
+
+class TestSmallEmbeddedRuntime(RuntimeContract):
+    capacity_objects = 12
+
+    @pytest.fixture
+    def runtime(self) -> IUMBPRuntime:
+        return embedded(capacity_bytes=self.capacity_objects * SLOT_BYTES)
+
+
+class TestVerifyingEmbeddedRuntime(RuntimeContract):
+    @pytest.fixture
+    def runtime(self) -> IUMBPRuntime:
+        return embedded(verify="always", num_workers=1)
+
+
+class TestFaultyEmbeddedRuntime(RuntimeContract):
+    may_fail = True
+
+    @pytest.fixture
+    def runtime(self) -> IUMBPRuntime:
+        plan = FaultPlan(3, load_keys=0.2, load_jobs=0.1, store_keys=0.2, store_jobs=0.1, lookups=0.2)
+        return FaultyRuntime(embedded(), plan)
+
+
+class TestWrappedEmbeddedRuntime(RuntimeContract):
+    @pytest.fixture
+    def runtime(self) -> IUMBPRuntime:
+        clock = TickClock()
+
+        def tick() -> float:
+            clock.advance(0.01)
+            return clock.now_s
+
+        slow = SlowRuntime(embedded(), Pace({"load": 0.5, "store": 1.0}, tick, clock.sleep))
+        return MeteredRuntime(FaultyRuntime(slow, FaultPlan()))
