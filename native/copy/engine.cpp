@@ -25,7 +25,7 @@ void Runs::check() const {
 
 struct CopyEngine::Job {
   std::size_t count, share;
-  std::function<void(std::size_t)> one;
+  std::function<void(std::size_t)> one;  // has set a refusing status if it throws
   std::atomic<std::size_t> next{0};
   std::size_t users = 0;  // threads at work on it; under the engine's mutex
 
@@ -33,7 +33,13 @@ struct CopyEngine::Job {
     for (;;) {
       std::size_t from = next.fetch_add(share, std::memory_order_relaxed);
       if (from >= count) return;
-      for (std::size_t i = from; i < std::min(from + share, count); i++) one(i);
+      for (std::size_t i = from; i < std::min(from + share, count); i++) {
+        try {
+          one(i);
+        } catch (const SegmentError&) {
+          // A damaged slot or slab: this object's status says that it wasn't copied.
+        }
+      }
     }
   }
 };

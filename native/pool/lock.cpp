@@ -32,7 +32,12 @@ static bool owner_is_dead(Segment& segment, u32 word) {
   return (segment.process(slot).generation.load() & 0xffffffu) != generation;
 }
 
-bool lock_segment(Segment& segment, u64 deadline_ns) {
+bool lock_segment(Segment& segment, Patience& patience) {
+  u64 since = 0;  // when we began to wait
+  auto done = [&](bool is_ours) {
+    if (since) patience.left_ns -= std::min(patience.left_ns, monotonic_ns() - since);
+    return is_ours;
+  };
   std::atomic<u32>& word = segment.header().lock;
   const u32 mine = lock_word(segment.process_slot(), segment.process_generation());
   u32 wanted = mine;  // once we have slept, others may sleep too: keep the waiters bit
@@ -40,7 +45,7 @@ bool lock_segment(Segment& segment, u64 deadline_ns) {
     u32 seen = word.load(std::memory_order_relaxed);
     if ((seen & ~kLockWaiters) == 0) {
       if (word.compare_exchange_weak(seen, wanted | (seen & kLockWaiters), std::memory_order_acquire))
-        return true;
+        return done(true);
       continue;
     }
     if (spin < 100) {
@@ -52,15 +57,16 @@ bool lock_segment(Segment& segment, u64 deadline_ns) {
       if (word.compare_exchange_strong(seen, mine | kLockWaiters, std::memory_order_acquire)) {
         segment.header().dirty.store(1);
         segment.header().takeovers.fetch_add(1, std::memory_order_relaxed);
-        return true;
+        return done(true);
       }
       continue;
     }
     u64 now = monotonic_ns();
-    if (now >= deadline_ns) return false;
+    if (since == 0) since = now;
+    if (now - since >= patience.left_ns) return done(false);
     wanted = mine | kLockWaiters;
     if (!(seen & kLockWaiters) && !word.compare_exchange_strong(seen, seen | kLockWaiters)) continue;
-    futex_wait(word, seen | kLockWaiters, std::min(deadline_ns - now, kLookAgainNs));
+    futex_wait(word, seen | kLockWaiters, std::min(since + patience.left_ns - now, kLookAgainNs));
   }
 }
 

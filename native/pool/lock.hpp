@@ -14,8 +14,13 @@ inline u32 lock_word(u32 slot, u32 generation) {
   return (generation & 0xffffffu) << 8 | (slot + 1);
 }
 
-// False if a living process kept the lock until `deadline_ns` (CLOCK_MONOTONIC).
-bool lock_segment(Segment& segment, u64 deadline_ns);
+// How long a verb may still wait for the lock, all its batches together. Its own work doesn't count.
+struct Patience {
+  u64 left_ns;
+};
+
+// False if a living process kept the lock for all of the patience.
+bool lock_segment(Segment& segment, Patience& patience);
 void unlock_segment(Segment& segment);
 
 }  // namespace umbp

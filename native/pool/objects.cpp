@@ -2,7 +2,6 @@
 
 #include <exception>
 
-#include "pool/lock.hpp"
 #include "pool/reap.hpp"
 
 namespace umbp {
@@ -143,9 +142,9 @@ static void do_deferred(Objects& objects) {
   s.deferred_abandons.clear();
 }
 
-Locked::Locked(Segment& segment, u64 deadline_ns)
+Locked::Locked(Segment& segment, Patience& patience)
     : segment_(segment), objects_(segment), exceptions_(std::uncaught_exceptions()) {
-  held_ = lock_segment(segment, deadline_ns);
+  held_ = lock_segment(segment, patience);
   if (!held_) {
     segment.header().not_now.fetch_add(1, std::memory_order_relaxed);
     return;

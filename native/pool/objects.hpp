@@ -4,6 +4,7 @@
 #pragma once
 
 #include "pool/index.hpp"
+#include "pool/lock.hpp"
 #include "pool/policy.hpp"
 #include "pool/space.hpp"
 #include "pool/tree.hpp"
@@ -61,7 +62,7 @@ class Objects {
 // mark, and the next holder rebuilds what is derived before it looks at anything.
 class Locked {
  public:
-  Locked(Segment& segment, u64 deadline_ns);
+  Locked(Segment& segment, Patience& patience);
   ~Locked();
   Locked(const Locked&) = delete;
   Locked& operator=(const Locked&) = delete;

@@ -12,7 +12,7 @@ namespace umbp {
 // Giving back must succeed in the end: it waits longer than other verbs, and what even then can't be done is
 // remembered. While something is remembered already nobody waits that long again.
 static constexpr u64 kGiveBackPatienceNs = 50000000ull;
-static constexpr u64 kAttemptNs = 100000000ull;
+static constexpr u64 kReapPatienceNs = 100000000ull;
 static constexpr u64 kClearPatienceNs = 1000000000ull;
 
 std::shared_ptr<Segment> Pool::segment() const {
@@ -33,14 +33,10 @@ bool Pool::is_closed() const {
   return !segment_;
 }
 
-u64 Pool::deadline() const {
-  return monotonic_ns() + patience_ns_;
-}
-
-u64 Pool::patient_deadline(Segment& segment) const {
+Patience Pool::give_back_patience(Segment& segment) const {
   std::lock_guard<std::mutex> guard(segment.deferred_mutex);
   const bool behind = !segment.deferred_releases.empty() || !segment.deferred_abandons.empty();
-  return monotonic_ns() + (behind ? patience_ns_ : std::max(patience_ns_, kGiveBackPatienceNs));
+  return {behind ? patience_ns_ : std::max(patience_ns_, kGiveBackPatienceNs)};
 }
 
 void Pool::lookup(std::span<const Digest> keys, bool* hits) const {
@@ -142,26 +138,26 @@ u32 Pool::open_namespace(std::string_view name) {
   if (name.empty()) throw ConfigError("a namespace needs a name");
   auto s = segment();
   Digest digest = digest_of(name, 0);
-  Locked lock(*s, monotonic_ns() + kClearPatienceNs);
+  Patience patience{kClearPatienceNs};
+  Locked lock(*s, patience);
   if (!lock) throw SegmentError("the namespace can't be opened now: a stopped process holds the pool's lock");
-  for (u32 i = 0; i < kNamespaceLimit; i++) {
-    Namespace& ns = s->ns(i);
-    if (ns.epoch.load(std::memory_order_relaxed) != 0) {
-      if (ns.digest == digest) return i;
-      continue;
-    }
-    ns.digest = digest;
-    ns.used_bytes = 0;
-    ns.quota_bytes = ~0ull;
-    ns.swept_epoch = 1;
-    std::memset(ns.name, 0, sizeof ns.name);
-    std::memcpy(ns.name, name.data(), std::min(name.size(), sizeof ns.name - 1));
-    ordered();
-    ns.epoch.store(1, std::memory_order_release);
-    return i;
+  u32 number = 0;
+  while (number < kNamespaceLimit && s->ns(number).epoch.load(std::memory_order_relaxed) != 0) {
+    if (s->ns(number).digest == digest) return number;
+    number++;
   }
-  throw SegmentError("the pool has " + std::to_string(kNamespaceLimit) +
-                     " namespaces and no room for another; make a new pool");
+  if (number == kNamespaceLimit)
+    throw SegmentError("the pool has no room for another namespace; make a new pool");
+  Namespace& ns = s->ns(number);
+  ns.digest = digest;
+  ns.used_bytes = 0;
+  ns.quota_bytes = ~0ull;
+  ns.swept_epoch = 1;
+  std::memset(ns.name, 0, sizeof ns.name);
+  std::memcpy(ns.name, name.data(), std::min(name.size(), sizeof ns.name - 1));
+  ordered();
+  ns.epoch.store(1, std::memory_order_release);
+  return number;
 }
 
 namespace {
@@ -228,14 +224,14 @@ void Pool::reserve(u32 ns, std::span<const Digest> keys, std::span<const u64> ob
   if (ns >= kNamespaceLimit || s->ns(ns).epoch.load() == 0)
     throw ConfigError("no such namespace in this pool");
   Reservation call(*s, {ns, keys, object_bytes, parents, tickets, outcomes});
-  const u64 until = deadline();
+  Patience patience{patience_ns_};
   bool has_reaped = false;
   u64 others_busy = 0;  // processes that are writing what we wanted to write
   for (std::size_t from = 0; from < keys.size();) {
     const std::size_t count = std::min(kBatch, keys.size() - from);
     bool is_short;
     {
-      Locked lock(*s, until);
+      Locked lock(*s, patience);
       if (!lock) {
         std::fill(outcomes + from, outcomes + keys.size(), Outcome::not_now);
         std::fill(tickets + from, tickets + keys.size(), 0);
@@ -247,7 +243,7 @@ void Pool::reserve(u32 ns, std::span<const Digest> keys, std::span<const u64> ob
     }
     if (is_short && !has_reaped) {
       has_reaped = true;  // the dead may hold what is missing: once more after them
-      reap_dead(*s, monotonic_ns() + patience_ns_);
+      reap_dead(*s, patience);
       continue;
     }
     from += count;
@@ -255,15 +251,15 @@ void Pool::reserve(u32 ns, std::span<const Digest> keys, std::span<const u64> ob
   for (std::size_t i = 0; i < keys.size(); i++)
     if (outcomes[i] == Outcome::reserved) call.write_trailer(i);
   for (u32 process = 0; process < kProcessLimit; process++)
-    if ((others_busy >> process & 1) && is_dead(*s, process)) reap_dead(*s, monotonic_ns() + patience_ns_);
+    if ((others_busy >> process & 1) && is_dead(*s, process)) reap_dead(*s, patience);
 }
 
 void Pool::publish(std::span<const u64> tickets, Outcome* outcomes) {
   auto s = segment();
   std::fill(outcomes, outcomes + tickets.size(), Outcome::not_now);
-  const u64 until = patient_deadline(*s);
+  Patience patience = give_back_patience(*s);
   in_batches_backwards(tickets.size(), [&](std::size_t from, std::size_t count) {
-    Locked lock(*s, until);
+    Locked lock(*s, patience);
     if (!lock) return;
     prefetch_tickets(*lock, tickets.subspan(from, count));
     for (std::size_t i = from + count; i-- > from;) {
@@ -284,9 +280,9 @@ void Pool::publish(std::span<const u64> tickets, Outcome* outcomes) {
 
 void Pool::abandon(std::span<const u64> tickets, Outcome* outcomes) {
   auto s = segment();
-  const u64 until = patient_deadline(*s);
+  Patience patience = give_back_patience(*s);
   in_batches(tickets.size(), [&](std::size_t from, std::size_t count) {
-    Locked lock(*s, until);
+    Locked lock(*s, patience);
     if (!lock) {
       std::lock_guard<std::mutex> guard(s->deferred_mutex);
       s->deferred_abandons.insert(s->deferred_abandons.end(), tickets.begin() + from,
@@ -309,9 +305,9 @@ void Pool::acquire(std::span<const Digest> keys, u64* tickets, Outcome* outcomes
   auto s = segment();
   std::fill(tickets, tickets + keys.size(), 0);
   std::fill(outcomes, outcomes + keys.size(), Outcome::not_now);
-  const u64 until = deadline();
+  Patience patience{patience_ns_};
   in_batches(keys.size(), [&](std::size_t from, std::size_t count) {
-    Locked lock(*s, until);
+    Locked lock(*s, patience);
     if (!lock) return;
     u32 slots[kBatch];
     find_slots(*lock, keys.subspan(from, count), slots);
@@ -334,9 +330,9 @@ void Pool::acquire(std::span<const Digest> keys, u64* tickets, Outcome* outcomes
 
 void Pool::release(std::span<const u64> tickets, Outcome* outcomes) {
   auto s = segment();
-  const u64 until = patient_deadline(*s);
+  Patience patience = give_back_patience(*s);
   in_batches_backwards(tickets.size(), [&](std::size_t from, std::size_t count) {
-    Locked lock(*s, until);
+    Locked lock(*s, patience);
     if (!lock) {
       std::lock_guard<std::mutex> guard(s->deferred_mutex);
       s->deferred_releases.insert(s->deferred_releases.end(), tickets.begin() + from,
@@ -359,9 +355,9 @@ void Pool::release(std::span<const u64> tickets, Outcome* outcomes) {
 void Pool::touch(std::span<const Digest> keys, Outcome* outcomes) {
   auto s = segment();
   std::fill(outcomes, outcomes + keys.size(), Outcome::not_now);
-  const u64 until = deadline();
+  Patience patience{patience_ns_};
   in_batches_backwards(keys.size(), [&](std::size_t from, std::size_t count) {
-    Locked lock(*s, until);
+    Locked lock(*s, patience);
     if (!lock) return;
     u32 slots[kBatch];
     find_slots(*lock, keys.subspan(from, count), slots);
@@ -377,9 +373,9 @@ void Pool::touch(std::span<const Digest> keys, Outcome* outcomes) {
 void Pool::remove(std::span<const Digest> keys, Outcome* outcomes) {
   auto s = segment();
   std::fill(outcomes, outcomes + keys.size(), Outcome::not_now);
-  const u64 until = deadline();
+  Patience patience{patience_ns_};
   in_batches(keys.size(), [&](std::size_t from, std::size_t count) {
-    Locked lock(*s, until);
+    Locked lock(*s, patience);
     if (!lock) return;
     for (std::size_t i = from; i < from + count; i++) {
       i64 at = lock->index.find(keys[i]);
@@ -396,28 +392,31 @@ void Pool::remove(std::span<const Digest> keys, Outcome* outcomes) {
 
 bool Pool::clear(u32 ns) {
   auto s = segment();
-  const u64 until = monotonic_ns() + kClearPatienceNs;
+  if (ns >= kNamespaceLimit || s->ns(ns).epoch.load() == 0)
+    throw ConfigError("no such namespace in this pool");
+  Patience patience{kClearPatienceNs};
   {
-    Locked lock(*s, until);
+    Locked lock(*s, patience);
     if (!lock) return false;
     std::atomic<u32>& epoch = s->ns(ns).epoch;
-    if (ns >= kNamespaceLimit || epoch.load() == 0) throw ConfigError("no such namespace in this pool");
     u32 next = epoch.load() + 1;
     epoch.store(next ? next : 1, std::memory_order_release);  // from here on nothing of it is visible
     s->header().cleared.fetch_add(1, std::memory_order_relaxed);
   }
-  sweep_namespace(*s, ns, until);  // if it is cut short, reap() goes on with it
+  sweep_namespace(*s, ns, patience);  // if it is cut short, reap() goes on with it
   return true;
 }
 
 u32 Pool::reap() {
   auto s = segment();
-  return reap_dead(*s, monotonic_ns() + kAttemptNs);
+  Patience patience{kReapPatienceNs};
+  return reap_dead(*s, patience);
 }
 
 void Pool::audit() {
   auto s = segment();
-  Locked lock(*s, monotonic_ns() + kClearPatienceNs);
+  Patience patience{kClearPatienceNs};
+  Locked lock(*s, patience);
   if (!lock) throw SegmentError("the pool can't be audited now: a stopped process holds its lock");
   audit_segment(*lock);
 }

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "pool/lock.hpp"
 #include "pool/segment.hpp"
 
 namespace umbp {
@@ -73,8 +74,7 @@ class Pool {
   void audit();
 
  private:
-  u64 deadline() const;
-  u64 patient_deadline(Segment& segment) const;
+  Patience give_back_patience(Segment& segment) const;
 
   mutable std::mutex mutex_;
   std::shared_ptr<Segment> segment_;

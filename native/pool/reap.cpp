@@ -45,10 +45,10 @@ static bool return_batch(Objects& objects, u32 process, u64& cursor) {
 
 // Returns everything that the attachment `generation` of `process` held, in batches; false if the lock
 // couldn't be had.
-static bool return_all(Segment& s, u32 process, u32 generation, u64 patience_ns) {
+static bool return_all(Segment& s, u32 process, u32 generation, Patience& patience) {
   u64 cursor = 0;
   for (;;) {
-    Locked lock(s, monotonic_ns() + patience_ns);
+    Locked lock(s, patience);
     if (!lock) return false;
     Process& entry = s.process(process);
     if (entry.generation.load() != generation || entry.in_use.load() == 0)
@@ -77,48 +77,50 @@ void join_process_table(Segment& s) {
     throw CapacityError(s.name() + " can't be attached: no memory for this process's " +
                         std::to_string(s.geometry().pin_row_bytes) + " bytes of pin counts");
   Process& entry = s.process(me);
-  if (!return_all(s, me, s.process_generation(), kJoinPatienceNs)) refuse();  // what a predecessor left
+  Patience patience{kJoinPatienceNs};
+  if (!return_all(s, me, s.process_generation(), patience)) refuse();  // what a predecessor left
   {
-    Locked lock(s, monotonic_ns() + kJoinPatienceNs);
+    Locked lock(s, patience);
     if (!lock) refuse();
     entry.pid.store(u32(getpid()));
     entry.uid = geteuid();
     entry.attached_ns = monotonic_ns();
     entry.in_use.store(1);
   }
-  reap_dead(s, monotonic_ns() + kLeavePatienceNs);
+  reap_dead(s, patience);
 }
 
 void leave_process_table(Segment& s) {
   try {
-    return_all(s, s.process_slot(), s.process_generation(), kLeavePatienceNs);
+    Patience patience{kLeavePatienceNs};
+    return_all(s, s.process_slot(), s.process_generation(), patience);
   } catch (const SegmentError&) {
     // A damaged pool is left as it is; whoever attaches next finds our entry in use without its byte lock.
   }
 }
 
-u32 reap_dead(Segment& s, u64 deadline_ns) {
+u32 reap_dead(Segment& s, Patience& patience) {
   u32 reaped = 0;
   for (u32 process = 0; process < kProcessLimit; process++) {
+    // Read first: should the slot be taken anew between the two, what we return is still the dead one's.
+    u32 generation = s.process(process).generation.load();
     if (!is_dead(s, process)) continue;
-    u64 now = monotonic_ns();
-    u64 patience = deadline_ns > now ? deadline_ns - now : 0;
-    if (!return_all(s, process, s.process(process).generation.load(), patience)) return reaped;
+    if (!return_all(s, process, generation, patience)) return reaped;
     reaped++;
   }
   for (u32 ns = 0; ns < kNamespaceLimit; ns++) {
     Namespace& entry = s.ns(ns);
     u32 epoch = entry.epoch.load(std::memory_order_relaxed);
     if (epoch == 0) break;
-    if (entry.swept_epoch != epoch && !sweep_namespace(s, ns, deadline_ns)) break;
+    if (entry.swept_epoch != epoch && !sweep_namespace(s, ns, patience)) break;
   }
   return reaped;
 }
 
-bool sweep_namespace(Segment& s, u32 ns, u64 deadline_ns) {
+bool sweep_namespace(Segment& s, u32 ns, Patience& patience) {
   u64 slab_index = 0, position = 0;
   for (;;) {
-    Locked lock(s, deadline_ns);
+    Locked lock(s, patience);
     if (!lock) return false;
     Namespace& entry = s.ns(ns);
     u32 epoch = entry.epoch.load(std::memory_order_relaxed);

@@ -13,11 +13,11 @@ void leave_process_table(Segment& segment);
 
 // Returns the pins and reservations of every dead process and finishes interrupted clears. Number of
 // processes reaped; stops early where the lock can't be had.
-u32 reap_dead(Segment& segment, u64 deadline_ns);
+u32 reap_dead(Segment& segment, Patience& patience);
 bool is_dead(Segment& segment, u32 process);
 
 // Drops what a clear() of the namespace has outdated; false if the lock couldn't be had.
-bool sweep_namespace(Segment& segment, u32 ns, u64 deadline_ns);
+bool sweep_namespace(Segment& segment, u32 ns, Patience& patience);
 
 // Builds everything derived from the truth; called with the lock held and the dirty mark set.
 void rebuild(Objects& objects);

@@ -108,10 +108,10 @@ bool Reservation::choose_for(Objects& objects, const Need& need, u64& free_slabs
 
 u64 Reservation::over_watermark(const Need& need) const {
   if (s_.high_ppm() >= 1000000) return 0;
-  const u64 unit = s_.geometry().capacity_bytes / 1000000 + 1;
+  const unsigned __int128 capacity = s_.geometry().capacity_bytes;
   const u64 after = s_.header().used_bytes + need.count * need.slot_bytes;
-  if (after <= unit * s_.high_ppm()) return 0;
-  const u64 low = unit * s_.low_ppm();
+  if (after <= u64(capacity * s_.high_ppm() / 1000000)) return 0;
+  const u64 low = u64(capacity * s_.low_ppm() / 1000000);
   if (after <= low) return 0;
   return std::min<u64>((after - low + need.slot_bytes - 1) / need.slot_bytes, Pool::kBatch + need.count);
 }

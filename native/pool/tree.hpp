@@ -42,7 +42,7 @@ class Tree {
     }
     r.parent = 0;
     r.prev_sibling = r.next_sibling = kNil;
-    while (r.first_child != kNil) {
+    for (u32 left = r.children; left && r.first_child != kNil; left--) {
       SlotRecord& c = s_.record(r.first_child);
       r.first_child = c.next_sibling;
       c.parent = 0;
@@ -50,6 +50,7 @@ class Tree {
       s_.header().removed_orphans.fetch_add(1, std::memory_order_relaxed);
     }
     r.children = 0;
+    r.first_child = kNil;
   }
 
  private:
