@@ -89,11 +89,12 @@ def test_the_doctor_finds_nothing_in_a_right_configuration() -> None:
     ("change", "where"),
     [
         ({"kv_connector": "UMPBStoreConnector"}, "kv_connector"),
-        ({"kv_role": "kv_producer"}, "kv_role"),
+        ({"kv_role": "kv_boht"}, "kv_role"),
         ({"kv_role": None}, "kv_role"),
         ({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy"),
         ({"kv_connector_extra_config": {"capacity": 1}}, "options"),
         ({"kv_connector_extra_config": [1]}, "options"),
+        ({"kv_connector_extra_config": {"mode": "nowhere"}}, "options"),
     ],
 )
 def test_the_doctor_names_what_is_wrong_in_a_configuration(change: dict[str, object], where: str) -> None:
@@ -142,7 +143,7 @@ def test_the_doctor_finds_this_installation_well() -> None:
 
 def test_the_doctor_ends_with_exit_code_1_where_something_is_wrong() -> None:
     without_vllm = "from umbp.cli import checks, main; checks.installed_vllm = lambda: None; main()"
-    result = run("doctor", json.dumps({**RIGHT, "kv_role": "kv_consumer"}), code=without_vllm)
+    result = run("doctor", json.dumps({**RIGHT, "kv_role": "kv_some"}), code=without_vllm)
     assert result.returncode == 1
     assert "kv_role" in result.stdout
     assert "pip install vllm" in result.stdout

@@ -23,6 +23,7 @@ from umbp.kinds import format_size, nearest, shown
 from umbp.options import Options, parse_options
 
 CONNECTOR_NAMES = ("UMBPConnector", "UMBPStoreConnector")
+ROLES = ("kv_both", "kv_producer", "kv_consumer")
 PROBE_TIMEOUT_S = 180
 
 # Runs in a process of its own: importing vLLM takes seconds, talks, and may even die.
@@ -166,16 +167,23 @@ def check_transfer_config(config: Mapping[str, object]) -> tuple[list[Check], Op
     else:
         checks.append(Check("kv_connector", "ok", str(name)))
     role = config.get("kv_role")
-    if role != "kv_both":
-        checks.append(Check("kv_role", "bad", f'must be "kv_both", not {shown(role)}'))
+    if role not in ROLES:
+        checks.append(
+            Check("kv_role", "bad", f"must be {', '.join(ROLES)}, not {shown(role)}{nearest(role, ROLES)}")
+        )
+    elif role != ROLES[0]:
+        half = "stores and never restores" if role == "kv_producer" else "restores and never stores"
+        checks.append(Check("kv_role", "note", f"{role}: this engine {half}"))
     policy = config.get("kv_load_failure_policy", "fail")
     if policy != "recompute":
         text = f'under {shown(policy)} a load that fails ends its request; write "recompute"'
         checks.append(Check("kv_load_failure_policy", "bad", text))
+    options = None
     try:
         options = parse_options(_extra(config))
+        _require_runtime(options)
     except ConfigError as error:
-        return [*checks, Check("options", "bad", str(error))], None
+        return [*checks, Check("options", "bad", str(error))], options
     return [*checks, Check("options", "ok", options.describe())], options
 
 
@@ -206,6 +214,16 @@ def installed_vllm() -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return None
+
+
+def _require_runtime(options: Options) -> None:
+    """`ConfigError` where no runtime of this version serves the options. Nothing is allocated."""
+    try:
+        from umbp.runtime.factory import create_runtime
+
+        create_runtime(options)
+    except ImportError:
+        return  # no native core, which is a check of its own
 
 
 def _extra(config: Mapping[str, object]) -> Any:
