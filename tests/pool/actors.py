@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import random
+import resource
+import signal
 from typing import Any
 
 import numpy as np
@@ -65,6 +67,17 @@ def serve(lines: Lines, path: str) -> None:
             lines.answer(value)
         except Exception as error:
             lines.answer(f"{type(error).__name__}: {error}", "error")
+
+
+def create_with_file_limit(lines: Lines, path: str) -> None:
+    """Makes a pool where the kernel refuses so large a file."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    try:
+        Pool.create(path, 8 << 20, slab_bytes=1 << 20, min_object_bytes=OBJECT_BYTES)
+        lines.answer("made")
+    except Exception as error:
+        lines.answer(f"{type(error).__name__}: {error}")
 
 
 def script(lines: Lines, path: str, countdown: int, stop: bool = False) -> None:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +84,13 @@ class Actor:
         except FileNotFoundError:
             return "X"
 
-    def bury(self) -> None:
-        if not self.is_waited_for:
-            self.is_waited_for = True
-            self.zygote.request({"wait": self.pid})
-        self.file.close()
+    def bury(self) -> int:
+        """Hangs up, waits for its end and returns its wait status."""
+        self.is_waited_for = True
+        with suppress(OSError):
+            self.file.close()
         self.connection.close()
+        return self.zygote.request({"wait": self.pid})
 
 
 class Zygote:
@@ -159,8 +160,7 @@ def _main(fd: int) -> None:
             return
         message = json.loads(data)
         if "wait" in message:
-            os.waitpid(message["wait"], 0)
-            requests.send(b"0")
+            requests.send(str(os.waitpid(message["wait"], 0)[1]).encode())
             continue
         pid = os.fork()
         if pid == 0:
