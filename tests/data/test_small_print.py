@@ -353,9 +353,18 @@ def test_missing_layers_are_all_named_in_order() -> None:
         planner().register_kv_caches({"c": Cache(0, 64)})
 
 
-def test_a_tensor_without_dimensions_is_refused() -> None:
+@pytest.mark.parametrize(
+    "shape", [{"ndim": 0}, {"dim": lambda: 0}, {"shape": ()}], ids=["ndim", "dim", "shape"]
+)
+def test_a_tensor_without_dimensions_is_refused_however_it_says_so(shape: dict[str, Any]) -> None:
+    scalar = SimpleNamespace(data_ptr=lambda: 0, element_size=lambda: 1, stride=lambda _: 64, **shape)
     with pytest.raises(ValueError, match="dimension"):
-        planner().register_kv_caches({"a": Cache(0, 64, ndim=0), "b": Cache(0, 128)})
+        planner().register_kv_caches({"a": scalar, "b": Cache(0, 128)})
+
+
+def test_a_tensor_that_knows_nothing_of_dimensions_has_one() -> None:
+    plain = SimpleNamespace(data_ptr=lambda: 0, element_size=lambda: 1, stride=lambda _: 64)
+    planner().register_kv_caches({"a": plain, "b": Cache(0, 128)})
 
 
 @pytest.mark.parametrize("stride", [0, -64, 48, 128, 65])

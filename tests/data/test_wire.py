@@ -5,13 +5,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM isn't installed")
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 import umbp.data
@@ -20,12 +29,14 @@ from umbp.data import (
     BlockLoadBatch,
     BlockStoreBatch,
     BlockTransferPlan,
+    KVLayoutPlanner,
     KVRange,
     LoadSpec,
     StoreEventResult,
     UMBPConnectorMetadata,
     UMBPConnectorWorkerMetadata,
     UMBPHandshakeMetadata,
+    UMBPNamespace,
 )
 
 PLAN = BlockTransferPlan(
@@ -126,3 +137,77 @@ def test_aggregating_merges_event_by_event_and_shares_nothing() -> None:
 def test_a_foreign_report_is_a_type_error(other: Any) -> None:
     with pytest.raises(TypeError, match=type(other).__name__):
         UMBPConnectorWorkerMetadata().aggregate(other)
+
+
+# --- the engine's own configuration
+
+
+def attention(heads: int) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=32, num_kv_heads=heads, head_size=64, dtype=torch.bfloat16)
+
+
+def cache_config() -> KVCacheConfig:
+    """Two layers of one spec, two of a "uniform type" group, and a group that is closed to transfer."""
+    small, large = attention(1), attention(2)
+    uniform = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"c": small, "d": large})
+    sizes = {"a": small, "b": small, "c": small, "d": large, "e": small}
+    return KVCacheConfig(
+        num_blocks=4,
+        kv_cache_tensors=[
+            KVCacheTensor(
+                size=4 * spec.page_size_bytes,
+                layers=[name],
+                layer_stride=0,
+                block_stride=spec.page_size_bytes,
+            )
+            for name, spec in sizes.items()
+        ],
+        kv_cache_groups=[
+            KVCacheGroupSpec(["a", "b"], small),
+            KVCacheGroupSpec(["c", "d"], uniform),
+            KVCacheGroupSpec(["e"], small, enable_kv_transfer=False),
+        ],
+    )
+
+
+def test_the_planner_reads_the_engine_s_cache_config() -> None:
+    page = attention(1).page_size_bytes
+    planner = KVLayoutPlanner.from_kv_cache_config(cache_config())
+    found = [
+        (r.layer_name, r.group_id, r.block_bytes, r.object_offset, r.block_size) for r in planner.regions
+    ]
+    assert found == [
+        ("a", 0, page, 0, 32),
+        ("b", 0, page, page, 32),
+        ("c", 1, page, 2 * page, 32),
+        ("d", 1, 2 * page, 3 * page, 32),
+    ]
+
+
+def test_the_planner_takes_the_engine_s_tensors() -> None:
+    """A view of shape [blocks, heads, tokens, bytes], as the engine makes it, in elements of two bytes."""
+    planner = KVLayoutPlanner.from_kv_cache_config(cache_config())
+    caches = {
+        name: torch.zeros(4, heads, 32, 128, dtype=torch.bfloat16)
+        for name, heads in (("a", 1), ("b", 1), ("c", 1), ("d", 2))
+    }
+    planner.register_kv_caches(caches)
+    plan = planner.plan_registered_block("k", 3, group_id=1)
+    for piece in plan.ranges:
+        row = caches[piece.layer_name][3]
+        assert (piece.base_address, piece.length) == (row.data_ptr(), row.numel() * 2)
+
+
+def test_specs_of_the_engine_have_a_fingerprint_each() -> None:
+    def namespace(config: KVCacheConfig) -> str:
+        engine = SimpleNamespace(
+            model_config=SimpleNamespace(model="m", dtype=torch.bfloat16, quantization=None),
+            cache_config=SimpleNamespace(block_size=32),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        )
+        return UMBPNamespace.from_vllm_config(engine, config).value
+
+    one, other = cache_config(), cache_config()
+    assert namespace(one) == namespace(other)
+    other.kv_cache_groups[1].kv_cache_spec.kv_cache_specs["d"] = attention(4)
+    assert namespace(one) != namespace(other)

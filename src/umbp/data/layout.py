@@ -196,8 +196,17 @@ def _packed(regions: Iterable[KVRegion]) -> Iterator[tuple[KVRegion, int]]:
         offset += region.block_bytes
 
 
+def _dimensions(tensor: Any) -> int:
+    """How many dimensions a tensor has; a stand-in may know only one of the ways to ask, or none."""
+    if hasattr(tensor, "ndim"):
+        return int(tensor.ndim)
+    if hasattr(tensor, "dim"):
+        return int(tensor.dim())
+    return len(tensor.shape) if hasattr(tensor, "shape") else 1
+
+
 def _physical_stride(region: KVRegion, tensor: TensorLike) -> int:
-    if tensor.ndim == 0:
+    if _dimensions(tensor) == 0:
         raise ValueError(f"layer {region.layer_name}: a KV cache must have at least one dimension")
     stride = tensor.stride(0) * tensor.element_size()
     planned = region.block_stride
