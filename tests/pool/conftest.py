@@ -18,7 +18,10 @@ def make_pool() -> Iterator[Callable[..., Pool]]:
     def make(slots: int = 32, *, slab_slots: int = 4, object_bytes: int = 3000, **options: float) -> Pool:
         slot = (object_bytes + 64 + 4095) // 4096 * 4096
         pool = Pool.create_memfd(
-            slots * slot, slab_bytes=slab_slots * slot, min_object_bytes=object_bytes, **options  # type: ignore[arg-type]
+            slots * slot,
+            slab_bytes=slab_slots * slot,
+            min_object_bytes=object_bytes,
+            **options,  # type: ignore[arg-type]
         )
         pools.append(pool)
         return pool

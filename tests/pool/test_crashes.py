@@ -44,9 +44,13 @@ def assert_payloads_are_right(pool: Pool, keys: list[str]) -> int:
     return found
 
 
-def test_a_death_at_each_point_of_every_verb_is_repaired(make_pool: Callable[..., Pool], zygote: Zygote) -> None:
+def test_a_death_at_each_point_of_every_verb_is_repaired(
+    make_pool: Callable[..., Pool], zygote: Zygote
+) -> None:
     countdown, is_done = 0, False
-    keys = [f"s{i}" for i in range(12)] + [f"more{i}" for i in range(40)] + ["a1", "a2", "a3", "late", "again"]
+    keys = (
+        [f"s{i}" for i in range(12)] + [f"more{i}" for i in range(40)] + ["a1", "a2", "a3", "late", "again"]
+    )
     while not is_done:
         countdown += 1
         pool = make_pool(slots=48)
@@ -109,7 +113,9 @@ def test_random_kills_leave_nothing(make_pool: Callable[..., Pool], zygote: Zygo
     assert pool.stats()["takeovers"] > KILLS // 20  # many of them died holding the lock
 
 
-def test_a_reaped_process_gives_back_pins_and_reservations(make_pool: Callable[..., Pool], zygote: Zygote) -> None:
+def test_a_reaped_process_gives_back_pins_and_reservations(
+    make_pool: Callable[..., Pool], zygote: Zygote
+) -> None:
     pool = make_pool(slots=8)
     ns = pool.namespace("a")
     store(pool, ns, ["x", "y"])
@@ -162,7 +168,9 @@ def test_a_full_pool_takes_back_what_the_dead_hold(make_pool: Callable[..., Pool
     assert store(pool, ns, ["n"]) == [Outcome.RESERVED]
 
 
-def test_a_stopped_lock_holder_costs_not_now_and_recovers(make_pool: Callable[..., Pool], zygote: Zygote) -> None:
+def test_a_stopped_lock_holder_costs_not_now_and_recovers(
+    make_pool: Callable[..., Pool], zygote: Zygote
+) -> None:
     pool = make_pool()
     ns = pool.namespace("a")
     store(pool, ns, ["x", "y"])
@@ -197,7 +205,9 @@ def test_a_stopped_lock_holder_costs_not_now_and_recovers(make_pool: Callable[..
     assert pool.lookup(["k1", "k2", "k3", "mine"]).tolist() == [True, True, True, False]
 
 
-def test_a_stopped_holder_that_is_killed_is_taken_over(make_pool: Callable[..., Pool], zygote: Zygote) -> None:
+def test_a_stopped_holder_that_is_killed_is_taken_over(
+    make_pool: Callable[..., Pool], zygote: Zygote
+) -> None:
     pool = make_pool()
     ns = pool.namespace("a")
     actor = zygote.spawn("serve", pool.handle.path)
@@ -210,7 +220,9 @@ def test_a_stopped_holder_that_is_killed_is_taken_over(make_pool: Callable[..., 
     assert_nothing_is_left(pool, 32)
 
 
-def test_the_successor_in_a_process_slot_inherits_nothing(make_pool: Callable[..., Pool], zygote: Zygote) -> None:
+def test_the_successor_in_a_process_slot_inherits_nothing(
+    make_pool: Callable[..., Pool], zygote: Zygote
+) -> None:
     """Scenario: killed and restarted at once; the new process gets the same slot before anybody has reaped."""
     pool = make_pool(slots=8)
     ns = pool.namespace("a")

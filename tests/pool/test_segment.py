@@ -112,7 +112,9 @@ def test_of_two_creators_one_wins(pool_file: Path) -> None:
     assert os.listdir(pool_file.parent) == ["pool"]
 
 
-def test_one_process_has_one_attachment_however_often_it_attaches(make_pool: MakePool, zygote: Zygote) -> None:
+def test_one_process_has_one_attachment_however_often_it_attaches(
+    make_pool: MakePool, zygote: Zygote
+) -> None:
     """Scenario: closing any descriptor of a file drops the process's byte locks on it, and others would reap it."""
     pool = make_pool()
     store(pool, pool.namespace("a"), ["x"])
@@ -279,7 +281,9 @@ def test_another_users_pool_is_refused(pool_file: Path) -> None:
     assert_refused(pool_file, "belongs to user 4321")
 
 
-@pytest.mark.parametrize("region", ["slabs_at", "index_at", "records_at", "classes_at", "pins_at", "namespaces_at"])
+@pytest.mark.parametrize(
+    "region", ["slabs_at", "index_at", "records_at", "classes_at", "pins_at", "namespaces_at"]
+)
 def test_garbage_behind_a_sound_header_is_an_error_and_never_a_crash(
     pool_file: Path, zygote: Zygote, region: str
 ) -> None:

@@ -49,7 +49,9 @@ def test_a_double_release_is_reported_and_not_applied(make_pool: MakePool) -> No
     first, _ = pool.acquire(["a"])
     pool.acquire(["a"])
     assert pool.release(first).tolist() == [Outcome.RELEASED]
-    assert pool.release(first).tolist() == [Outcome.RELEASED]  # the second acquire's: same slot, same generation
+    assert pool.release(first).tolist() == [
+        Outcome.RELEASED
+    ]  # the second acquire's: same slot, same generation
     assert pool.release(first).tolist() == [Outcome.INVALID]
     pool.audit()
 
@@ -134,7 +136,9 @@ def test_what_was_reserved_before_a_clear_cannot_be_published(make_pool: MakePoo
     pool.audit()
     assert pool.lookup(["a1", "a2", "b1"]).tolist() == [False, False, True]
     assert len(pool.removed_since(cursor)[0]) == 2
-    assert store(pool, ns, ["late"]) == [Outcome.RESERVED]  # in the new epoch, while the old one is still reserved
+    assert store(pool, ns, ["late"]) == [
+        Outcome.RESERVED
+    ]  # in the new epoch, while the old one is still reserved
     assert pool.publish(tickets).tolist() == [Outcome.STALE]
     assert pool.lookup(["late"]).tolist() == [True]
     assert read_payload(pool, int(held[0])) == pattern("a2")  # a pin outlives the clear
