@@ -39,6 +39,8 @@ from umbp.data import (
     UMBPNamespace,
 )
 
+pytestmark = pytest.mark.vllm033
+
 PLAN = BlockTransferPlan(
     "k", 3, (KVRange("a", 0, 3, 4096, 64, 64, 0),), "r", 0, b"hash", b"parent", (1, 2), 2, "GPU"
 )

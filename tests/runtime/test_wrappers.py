@@ -318,6 +318,13 @@ def test_a_mirrored_job_ends_as_the_wrapped_one_did() -> None:
     assert outer.error == "lost within"
     assert outer.completed_bytes == 10
 
+    doubled = TransferJobState(BlockLoadBatch(["a", "b", "a"], [1, 2, 3], [0, 0, 0], "r"))
+    inner = TransferJobState(doubled.plans, plan_bytes=[10, 20, 0])
+    inner.complete()
+    mirror(inner, doubled)
+    mirror(inner, doubled)
+    assert doubled.completed_bytes == 30
+
     cancelled = TransferJobState(batch)
     inner = TransferJobState(batch)
     inner.complete(["a"])

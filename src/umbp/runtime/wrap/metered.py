@@ -29,9 +29,7 @@ class Tally:
 
 
 class Meter:
-    """Tallies by (verb, outcome). Verbs are the contract's; outcomes are hit and miss, completed and failed,
-    ok.
-    """
+    """Tallies by (verb, outcome): the contract's verbs, and hit or miss, completed or failed, or ok."""
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self.clock = clock

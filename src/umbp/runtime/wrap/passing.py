@@ -6,6 +6,7 @@ wrapper states what the wrapped runtime states.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -181,8 +182,11 @@ def mirror(inner: TransferJobState, outer: TransferJobState) -> None:
     """Carry a wrapped job's final outcome over to the wrapper's own job; its other keys are settled."""
     error = inner.error or outer.error
     if inner.plan_bytes is not None:
-        sizes = dict(zip(inner.key_column, inner.plan_bytes, strict=True))
-        outer.plan_bytes = [sizes.get(key, 0) for key in outer.key_column]
+        sizes: Counter[str] = Counter()
+        for key, size in zip(inner.key_column, inner.plan_bytes, strict=True):
+            sizes[key] += size
+        # A key's second plan counts nothing: its sum stands at the first.
+        outer.plan_bytes = [sizes.pop(key, 0) for key in outer.key_column]
     if inner.completed_keys:
         outer.complete(inner.completed_keys)
     if inner.failed_keys:
