@@ -170,9 +170,10 @@ nb::dict stats_dict(const Pool& pool) {
   X(capacity_bytes)
   X(used_bytes)
   X(objects)
-  X(slabs) X(free_slabs) X(slots) X(processes) X(namespaces) X(evicted) X(orphaned) X(reserved) X(published)
+  X(slabs)
+  X(free_slabs) X(slots) X(processes) X(namespaces) X(evicted) X(orphaned) X(reserved) X(published)
       X(abandoned) X(not_now) X(takeovers) X(rebuilds) X(reaped) X(full) X(slab_moves) X(cleared)
-          X(removed_total) X(pinned_here) X(deferred_here)
+          X(removed_total) X(pinned) X(pinned_here) X(deferred_here)
 #undef X
               return d;
 }
@@ -227,7 +228,7 @@ NB_MODULE(_native, m) {
   });
 
   m.def("arm_crash_point", &arm_crash_point, "countdown"_a, "stop"_a = false);
-  m.def("arm_crash_point_from_environment", &arm_from_environment);
+  arm_from_environment();
   m.def(
       "reserved_bytes",
       [](u64 capacity, u64 slab, u64 smallest, u64 processes) {

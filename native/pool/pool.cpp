@@ -127,37 +127,43 @@ Stats Pool::stats() const {
   stats.slab_moves = h.slab_moves;
   stats.cleared = h.cleared;
   stats.removed_total = h.ring_head;
-  for (u64 slot = 0; slot < s->geometry().max_slots; slot++)
-    stats.pinned_here += s->my_pin(u32(slot)).load() != 0;
+  stats.pinned_here = s->pinned_slots();
+  for (u64 slab = 0; slab < s->geometry().slab_count; slab++)
+    if (s->slab_slot_bytes(u32(slab)) != 0) stats.pinned += s->slab(u32(slab)).pinned;
   std::lock_guard<std::mutex> guard(s->deferred_mutex);
   stats.deferred_here = s->deferred_releases.size() + s->deferred_abandons.size();
   return stats;
 }
 
+// Names are only ever added, so a number means one name for the life of the pool.
 u32 Pool::open_namespace(std::string_view name) {
   if (name.empty()) throw ConfigError("a namespace needs a name");
   auto s = segment();
-  Digest digest = digest_of(name, 0);
-  Patience patience{kClearPatienceNs};
-  Locked lock(*s, patience);
-  if (!lock) throw SegmentError("the namespace can't be opened now: a stopped process holds the pool's lock");
+  const Digest digest = digest_of(name, 0);
   u32 number = 0;
-  while (number < kNamespaceLimit && s->ns(number).epoch.load(std::memory_order_relaxed) != 0) {
-    if (s->ns(number).digest == digest) return number;
-    number++;
+  {
+    Patience patience{kClearPatienceNs};
+    Locked lock(*s, patience);
+    if (!lock)
+      throw SegmentError("the namespace can't be opened now: a stopped process holds the pool's lock");
+    for (; number < kNamespaceLimit; number++) {
+      Namespace& ns = s->ns(number);
+      if (ns.epoch.load(std::memory_order_relaxed) != 0) {
+        if (ns.digest == digest) return number;
+        continue;
+      }
+      ns.digest = digest;
+      ns.used_bytes = 0;
+      ns.quota_bytes = ~0ull;
+      ns.swept_epoch = 1;
+      std::memset(ns.name, 0, sizeof ns.name);
+      std::memcpy(ns.name, name.data(), std::min(name.size(), sizeof ns.name - 1));
+      ordered();
+      ns.epoch.store(1, std::memory_order_release);
+      return number;
+    }
   }
-  if (number == kNamespaceLimit)
-    throw SegmentError("the pool has no room for another namespace; make a new pool");
-  Namespace& ns = s->ns(number);
-  ns.digest = digest;
-  ns.used_bytes = 0;
-  ns.quota_bytes = ~0ull;
-  ns.swept_epoch = 1;
-  std::memset(ns.name, 0, sizeof ns.name);
-  std::memcpy(ns.name, name.data(), std::min(name.size(), sizeof ns.name - 1));
-  ordered();
-  ns.epoch.store(1, std::memory_order_release);
-  return number;
+  throw SegmentError("the pool has no room for another namespace; make a new pool");
 }
 
 namespace {

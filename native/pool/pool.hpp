@@ -34,7 +34,7 @@ enum class Outcome : u8 {
 struct Stats {
   u64 capacity_bytes, used_bytes, objects, slabs, free_slabs, slots, processes, namespaces, evicted, orphaned,
       reserved, published, abandoned, not_now, takeovers, rebuilds, reaped, full, slab_moves, cleared,
-      removed_total, pinned_here, deferred_here;
+      removed_total, pinned, pinned_here, deferred_here;
 };
 
 class Pool {

@@ -133,7 +133,7 @@ class PoolWorkerHandle:
             "pool_capacity_bytes": float(stats["capacity_bytes"]),
             "pool_used_bytes": float(stats["used_bytes"]),
             "pool_objects": float(stats["objects"]),
-            "pool_pinned_objects": float(stats["pinned_here"]),
+            "pool_pinned_objects": float(stats["pinned"]),
             "evicted_objects": float(stats["evicted"]),
         }
 
