@@ -19,11 +19,14 @@ pytest.importorskip("vllm", reason="vLLM isn't installed: run `make setup`")
 
 import scripted_runtime  # noqa: E402
 from scripted import ScriptedEngine, Shape  # noqa: E402
+from scripted_runtime import WatchedRuntime  # noqa: E402
 
+from umbp.options import parse_options  # noqa: E402
 from umbp.runtime.base import IUMBPRuntime  # noqa: E402
 from umbp.testing.reference import ReferenceRuntime  # noqa: E402
 
 MakeEngine = Callable[..., ScriptedEngine]
+MakePool = Callable[..., WatchedRuntime]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,14 +69,27 @@ def options_of() -> Iterator[Callable[[IUMBPRuntime], dict[str, object]]]:
     scripted_runtime.TABLE.clear()
 
 
+@pytest.fixture(params=["reference", "embedded"])
+def make_pool(request: pytest.FixtureRequest) -> MakePool:
+    """Runtimes of one kind, each with room for so many objects a rank."""
+
+    def make(objects: int = 1000) -> WatchedRuntime:
+        if request.param == "reference":
+            return WatchedRuntime(ReferenceRuntime(objects))
+        embedded = pytest.importorskip("umbp.runtime.embedded", reason="the native core isn't built")
+        options = parse_options({"capacity_bytes": objects * 4096, "num_workers": 1})
+        return WatchedRuntime(embedded.EmbeddedRuntime(options))
+
+    return make
+
+
 @pytest.fixture()
 def make_engine(root: Path, options_of: Any) -> Iterator[MakeEngine]:
-    """Engines over a runtime of their own, closed at the end."""
+    """Engines over a given runtime, closed at the end."""
     engines = []
 
-    def make(runtime: IUMBPRuntime | None = None, extra: Any = None, **shape: Any) -> ScriptedEngine:
-        base = options_of(runtime if runtime is not None else ReferenceRuntime())
-        engine = ScriptedEngine(root, Shape(extra=base | (extra or {}), **shape))
+    def make(runtime: IUMBPRuntime, extra: Any = None, **shape: Any) -> ScriptedEngine:
+        engine = ScriptedEngine(root, Shape(extra=options_of(runtime) | (extra or {}), **shape))
         engines.append(engine)
         return engine
 

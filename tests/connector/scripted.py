@@ -135,9 +135,7 @@ class AttentionLayer:
 
 
 def full_attention() -> FullAttentionSpec:
-    return FullAttentionSpec(
-        block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16
-    )
+    return FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16)
 
 
 def cache_configs(config: VllmConfig) -> list[KVCacheConfig]:
@@ -174,6 +172,11 @@ def chain(state: int, tokens: Iterable[int]) -> list[int]:
         state ^= state >> 29
         numbers.append(state)
     return numbers
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    """A prompt. Prompts of one seed share their beginning."""
+    return [3 + (seed * 7919 + index * (31 + seed)) % 990 for index in range(count)]
 
 
 def sample(number: int) -> int:
@@ -358,7 +361,7 @@ class ScriptedEngine:
 
     # What a user does
 
-    def add(
+    def make_request(
         self,
         prompt: Sequence[int],
         max_tokens: int = 1,
@@ -369,7 +372,7 @@ class ScriptedEngine:
     ) -> Request:
         parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         parameters.skip_reading_prefix_cache = not reads_cache
-        request = Request(
+        return Request(
             request_id=request_id or f"r{next(self._ids)}",
             prompt_token_ids=list(prompt),
             sampling_params=parameters,
@@ -377,6 +380,9 @@ class ScriptedEngine:
             cache_salt=salt,
             block_hasher=self._hasher,
         )
+
+    def add(self, prompt: Sequence[int], max_tokens: int = 1, **how: Any) -> Request:
+        request = self.make_request(prompt, max_tokens, **how)
         self.scheduler.add_request(request)
         return request
 
@@ -394,10 +400,10 @@ class ScriptedEngine:
         """The engine's own cache is emptied; the pool isn't."""
         assert self.scheduler.reset_prefix_cache()
 
-    def change_weights(self, *, preempt: bool = True) -> bool:
+    def change_weights(self) -> bool:
         """Empty the engine's cache and the pool, as after an update of the model's weights. If that is told to
         have worked, the same tokens make another KV from now on: whatever is old shows."""
-        worked = self.scheduler.reset_prefix_cache(reset_running_requests=preempt, reset_connector=True)
+        worked = self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         if worked:
             self._chains.change_weights()
         return worked
@@ -486,7 +492,8 @@ class ScriptedEngine:
         if lost:
             self.invalid_blocks.append(lost)
         sampled = [
-            [self._chains.next_token(row.request)] if row.end == row.request.num_tokens else [] for row in rows
+            [self._chains.next_token(row.request)] if row.end == row.request.num_tokens else []
+            for row in rows
         ]
         outputs = [self._runner_output(rows, sampled, result) for result in results]
         if not is_multi:

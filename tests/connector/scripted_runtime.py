@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from umbp.data import BlockTransferPlan, RankTopology, TransferJobState
 from umbp.options import Options
@@ -20,6 +21,7 @@ from umbp.runtime.wrap.passing import (
     mirror,
     without,
 )
+from umbp.testing.reference import ReferenceRuntime
 
 MODE = "scripted"
 TABLE: dict[str, IUMBPRuntime] = {}
@@ -54,7 +56,9 @@ class PickyWorkerHandle(PassingWorkerHandle):
         job.start()
         if self._rank == 0:
             self._runtime.loads.append(len(plans))
-        lost = {key for index, key in enumerate(job.key_column) if self._runtime.loses(self._rank, index, key)}
+        lost = {
+            key for index, key in enumerate(job.key_column) if self._runtime.loses(self._rank, index, key)
+        }
         if lost:
             job.fail(lost, "lost on purpose")
         self._jobs[job] = super().load(without(plans, lost))
@@ -109,6 +113,43 @@ class CountingSchedulerHandle(PassingSchedulerHandle):
     def hold_raw(self, request_id: str, group_id: int, block_hashes: Sequence[bytes]) -> int:
         self._asked["hold"] += 1
         return super().hold_raw(request_id, group_id, block_hashes)
+
+
+class WatchedRuntime(PassingRuntime):
+    """A runtime whose handles a test can look into: who is pinned, and whether the accounts are even."""
+
+    def __init__(self, inner: IUMBPRuntime) -> None:
+        super().__init__(inner)
+        self.handles: list[Any] = []
+
+    def _around_scheduler(self, inner: UMBPSchedulerHandle, topology: RankTopology) -> UMBPSchedulerHandle:
+        self.handles.append(inner)
+        return super()._around_scheduler(inner, topology)
+
+    def _around_worker(self, inner: UMBPWorkerHandle, topology: RankTopology) -> UMBPWorkerHandle:
+        self.handles.append(inner)
+        return super()._around_worker(inner, topology)
+
+    def audit(self) -> None:
+        for audited in (self._inner, *self.handles):
+            if hasattr(audited, "audit"):
+                audited.audit()
+
+    def check_unpinned(self, *, is_reserved: bool = False) -> None:
+        """Nothing is held or pinned by anyone; nor reserved, unless publishing was made to fail."""
+        self.audit()
+        if isinstance(self._inner, ReferenceRuntime):
+            shelf = self._inner.shelf
+            assert not shelf.holds
+            assert is_reserved or not shelf.written
+            return
+        for handle in self.handles:
+            assert not getattr(handle, "_held", None)
+            unpublished = len(getattr(handle, "_unpublished", ()))
+            assert is_reserved or not unpublished
+            if hasattr(handle, "_pool") and not is_reserved:
+                # Of the whole process, so with the scheduler's pins.
+                assert handle._pool.stats()["pinned_here"] == 0
 
 
 def plain(runtime: PassingRuntime, **changes: bool) -> PassingRuntime:

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 from scripted import BLOCK, ScriptedEngine
-from scripted_runtime import plain
+from scripted_runtime import WatchedRuntime, plain
 from vllm.v1.request import Request, RequestStatus
 
 from umbp.runtime.wrap.faulty import FaultPlan, FaultyRuntime
 from umbp.runtime.wrap.slow import Pace, SlowRuntime
 from umbp.testing.clock import TickClock
-from umbp.testing.reference import ReferenceRuntime
 
 STEPS = int(os.environ.get("STEPS", "120"))
 FIRST_SEED = int(os.environ.get("SEED", "1"))
@@ -32,13 +31,21 @@ FAULTS = FaultPlan(
 class Walk:
     """One engine's life, drawn from one seed."""
 
-    def __init__(self, seed: int, make_engine: Callable[..., ScriptedEngine], *, is_faulty: bool) -> None:
+    def __init__(
+        self,
+        seed: int,
+        make_pool: Callable[..., WatchedRuntime],
+        make_engine: Callable[..., ScriptedEngine],
+        *,
+        is_faulty: bool,
+    ) -> None:
         self.random = random = Random(seed)
         self.is_faulty = is_faulty
         self.is_slow = random.random() < 0.5
         self.clears = random.random() < 0.4
         self.clock = TickClock()
-        self.pool = ReferenceRuntime(capacity=random.choice([6, 24, 60, 1000]))
+        self.capacity = random.choice([6, 24, 60, 1000])
+        self.pool = make_pool(self.capacity)
         runtime: Any = self.pool
         if self.is_slow:
             pace = Pace({"load": 1.0, "store": 1.5}, clock=self.clock, sleep=self.clock.sleep)
@@ -97,8 +104,6 @@ class Walk:
             self.engine.scheduler.reset_prefix_cache(reset_connector=True)
         if self.clears and random.random() < 0.03 and self.can_preempt_all():
             self.counts["weights"] += self.engine.change_weights()
-        if self.is_faulty and random.random() < 0.05:
-            self.pool.shelf.is_dead = not self.pool.shelf.is_dead
 
     def in_the_middle(self) -> None:
         live = self.live()
@@ -129,8 +134,7 @@ class Walk:
     def check(self) -> None:
         engine = self.engine
         engine.check_drained()
-        self.pool.audit()
-        assert not self.pool.shelf.holds
+        self.pool.check_unpinned(is_reserved=self.is_faulty)
         for request in engine.finished.values():
             if request.status != RequestStatus.FINISHED_ABORTED:
                 assert request.num_output_tokens == request.max_tokens
@@ -142,10 +146,10 @@ class Walk:
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + WALKS))
 @pytest.mark.parametrize("is_faulty", [False, True], ids=["healthy", "faulty"])
 def test_any_order_of_events_leaves_every_byte_right_and_every_account_even(
-    make_engine: Any, seed: int, is_faulty: bool
+    make_pool: Any, make_engine: Any, seed: int, is_faulty: bool
 ) -> None:
     print(f"SEED={seed} STEPS={STEPS}")
-    walk = Walk(seed, make_engine, is_faulty=is_faulty)
-    print(walk.engine.shape, f"slow={walk.is_slow}", f"capacity={walk.pool.shelf.capacity}")
+    walk = Walk(seed, make_pool, make_engine, is_faulty=is_faulty)
+    print(walk.engine.shape, f"slow={walk.is_slow}", f"capacity={walk.capacity}")
     walk.run(STEPS)
     print(walk.counts, walk.engine.stats.counters)
