@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,8 +70,7 @@ def main() -> None:
     done = read_stamp()
     if done == wanted:
         return
-    if shutil.which(os.environ.get("CXX", "c++")) is None and shutil.which("g++") is None:
-        stop("no C++ compiler found; install one (Debian: apt-get install g++) or name it in CXX")
+    require_compiler()
     if done.get("environment") != wanted["environment"]:
         build_environment(project)
     say("building the native core")
@@ -79,6 +79,15 @@ def main() -> None:
     run([str(PYTHON), "-c", WORKS], cwd="/")
     write_whole(STAMP, json.dumps(wanted))
     say("done")
+
+
+def require_compiler() -> None:
+    """Says what is missing for the native core before minutes go into downloads."""
+    if not any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++")):
+        stop("no C++ compiler found; install one (Debian: apt-get install g++) or name it in CXX")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        wanted = f"python{sys.version_info[0]}.{sys.version_info[1]}-dev"
+        stop(f"{sys.executable} has no header files; install them (Debian: apt-get install {wanted})")
 
 
 def build_environment(project: dict[str, Any]) -> None:
