@@ -1,0 +1,181 @@
+"""What may go wrong and must not be noticed, on real engines: failing loads, refused stores, pools too small,
+preemption. Right answers, no failed request, and accounts that are even after all has drained.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from e2e.harness import (
+    BLOCK_TOKENS,
+    UMBP,
+    EnginePool,
+    EngineProcess,
+    EngineSpec,
+    Result,
+    assert_close,
+    random_prompt,
+)
+from umbp.runtime.wrap.faulty import FAULTS_VARIABLE
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+TINY_POOL = (("total_capacity_bytes", 600_000),)
+"""Eight blocks of the tiny model, on one rank or on each of two."""
+
+
+def faults(**shares: float) -> tuple[tuple[str, str], ...]:
+    return ((FAULTS_VARIABLE, json.dumps({"seed": 7, **shares})),)
+
+
+FAILING_LOADS = {
+    "one rank, async": EngineSpec(connector=UMBP, environment=faults(load_keys=0.2)),
+    "one process, sync": EngineSpec(
+        connector=(*UMBP, ("load_async", False)), is_in_process=True, environment=faults(load_keys=0.2)
+    ),
+    "two ranks, async": EngineSpec(connector=UMBP, tensor_parallel=2, environment=faults(load_keys=0.2)),
+}
+
+# By the plug-in's name, without a module path.
+SMALL = EngineSpec(
+    connector=TINY_POOL,
+    is_in_process=True,
+    blocks=24,
+    max_model_tokens=512,
+    transfer=(("kv_connector", "UMBPConnector"), ("kv_connector_module_path", None)),
+)
+SMALL_ON_TWO = EngineSpec(connector=TINY_POOL, tensor_parallel=2, blocks=24, max_model_tokens=512)
+REFUSED = EngineSpec(connector=UMBP, is_in_process=True, environment=faults(store_keys=1.0))
+
+
+@pytest.fixture(scope="module", params=[SMALL, SMALL_ON_TWO], ids=["one process", "two ranks"])
+def small(request: pytest.FixtureRequest) -> EngineSpec:
+    """Of module scope, so that all tests of one engine run before the next one starts."""
+    found: EngineSpec = request.param
+    return found
+
+
+def assert_finished(result: Result) -> None:
+    assert result.finish_reason == "length", f"request {result.request_id} ended by {result.finish_reason}"
+
+
+@pytest.mark.parametrize("spec", FAILING_LOADS.values(), ids=FAILING_LOADS.keys())
+def test_with_a_fifth_of_loads_failing_every_answer_is_right(engines: EnginePool, spec: EngineSpec) -> None:
+    engine = engines.get(spec)
+    prompts = [random_prompt(100 + 45 * i, seed=2000 + i) for i in range(8)]
+    cold = [engine.generate(prompt) for prompt in prompts]
+    for _ in range(2):
+        engine.poison()
+        for prompt, reference in zip(prompts, cold, strict=True):
+            result = engine.generate(prompt)
+            assert_finished(result)
+            assert_close(result, reference)
+    engine.poison()
+    for result, reference in zip(engine.generate_all(prompts), cold, strict=True):
+        assert_finished(result)
+        assert_close(result, reference)
+    metrics = engine.metrics()
+    assert metrics["vllm:umbp_failed_load_tokens"] > 0
+    assert metrics["vllm:umbp_loaded_tokens"] > 0
+
+
+def test_a_pool_smaller_than_a_prompt_keeps_its_head_and_never_fails_a_load(
+    engines: EnginePool, small: EngineSpec
+) -> None:
+    engine = engines.get(small)
+    prompt = random_prompt(400, seed=2100)
+    cold = engine.generate(prompt)
+    engine.poison()
+    restored = engine.generate(prompt)
+    assert 0 < restored.cached_tokens < 400 - BLOCK_TOKENS
+    assert_close(restored, cold)
+    assert engine.metrics()["vllm:umbp_dropped_store_tokens"] > 0
+    assert engine.metrics()["vllm:umbp_failed_load_tokens"] == 0
+
+
+def test_a_pool_that_evicts_all_the_time_never_fails_a_load(engines: EnginePool, small: EngineSpec) -> None:
+    engine = engines.get(small)
+    prompts = [random_prompt(70 + 20 * i, seed=2200 + i) for i in range(6)]
+    cold = [engine.generate(prompt) for prompt in prompts]
+    for round_ in range(4):
+        engine.poison()
+        order = prompts[round_:] + prompts[:round_]
+        for result, prompt in zip(engine.generate_all(order), order, strict=True):
+            assert_finished(result)
+            assert_close(result, cold[prompts.index(prompt)])
+    metrics = engine.metrics()
+    assert metrics["vllm:umbp_evicted_objects"] > 0
+    assert metrics["vllm:umbp_loaded_tokens"] > 0
+    assert metrics["vllm:umbp_failed_load_tokens"] == 0
+    assert_even_accounts(engine)
+
+
+def test_preempted_requests_resume_and_are_answered_right(engines: EnginePool, small: EngineSpec) -> None:
+    engine = engines.get(small)
+    prompts = [random_prompt(200, seed=2300 + i, max_tokens=90) for i in range(4)]
+    cold = [engine.generate(prompt) for prompt in prompts]
+    before = engine.metrics()["vllm:num_preemptions"]
+    engine.poison()
+    for result, reference in zip(engine.generate_all(prompts), cold, strict=True):
+        assert_finished(result)
+        assert_close(result, reference)
+    assert engine.metrics()["vllm:num_preemptions"] > before, "nothing was preempted: the test shows nothing"
+    assert engine.metrics()["vllm:umbp_failed_load_tokens"] == 0
+    assert_even_accounts(engine)
+
+
+def test_with_every_store_refused_the_engine_works_as_without(engines: EnginePool) -> None:
+    engine = engines.get(REFUSED)
+    prompts = [random_prompt(150 + i, seed=2400 + i) for i in range(3)]
+    cold = [engine.generate(prompt) for prompt in prompts]
+    engine.poison()
+    for prompt, reference in zip(prompts, cold, strict=True):
+        result = engine.generate(prompt)
+        assert result.cached_tokens == 0
+        assert_close(result, reference)
+    metrics = engine.metrics()
+    assert metrics["vllm:umbp_stored_tokens"] == 0
+    assert metrics["vllm:umbp_dropped_store_tokens"] > 0
+    assert_even_accounts(engine)
+
+
+def assert_even_accounts(engine: EngineProcess) -> None:
+    """After a drain nothing is pinned, promised or in flight; the pools prove their invariants."""
+    for pool in engine.call_workers("e2e.test_trouble:audited_pool"):
+        assert pool["pinned"] == 0
+        assert pool["deferred_here"] == 0
+    if engine.spec.is_in_process:
+        assert engine.call("e2e.test_trouble:scheduler_accounts") == {
+            "blocks in use": 0,
+            "loads": 0,
+            "stores": 0,
+            "requests": 0,
+        }
+
+
+def audited_pool(worker: Any) -> dict[str, int]:
+    """Runs in a worker: its pool's figures, once all invariants are proved."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    handle = get_kv_transfer_group().worker_side._handle
+    handle = getattr(handle, "_inner", handle)
+    handle.audit()
+    stats: dict[str, int] = handle._open_pool().stats()
+    return stats
+
+
+def scheduler_accounts(llm: Any) -> dict[str, int]:
+    """Runs in an in-process engine: what its scheduler still has open."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    side = scheduler.connector.scheduler_side
+    side.audit()
+    pool = scheduler.kv_cache_manager.block_pool
+    return {
+        "blocks in use": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        "loads": len(side._loads),
+        "stores": len(side._stores),
+        "requests": len(side._requests),
+    }
