@@ -414,7 +414,12 @@ class ScriptedEngine:
             if not self.scheduler.has_requests():
                 return step
             self.step()
-        raise AssertionError(f"still busy after {limit} steps: {self.scheduler.requests}")
+        side = self.connector.scheduler_side
+        states = {request_id: request.status.name for request_id, request in self.scheduler.requests.items()}
+        raise AssertionError(
+            f"still busy after {limit} steps: {states}, loads {side._loads}, stores {side._stores}, "
+            f"{self.pool.get_num_free_blocks()} free blocks of {self.shape.blocks}"
+        )
 
     # One step
 

@@ -86,10 +86,12 @@ class SchedulerSide:
 
     # One request
 
-    def match(self, request: Request, computed_tokens: int) -> tuple[int, bool]:
+    def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond `computed_tokens` the pool can restore, and whether beside the engine's
-        steps.
+        steps; None for "ask again in the next step".
         """
+        if self._is_filling(request, computed_tokens):
+            return None, False
         if self._stores_before_reset:
             return 0, False
         tokens = self._matcher.match(self._state(request), computed_tokens)
@@ -162,8 +164,8 @@ class SchedulerSide:
         for request_id, computed_tokens in compat.scheduled_requests(output):
             state = self._requests.get(request_id)
             if state is None or request_id in meta.load_requests:
-                # A step that waits for a request's load computes garbage on every rank if the load fails on one,
-                # and only that rank knows in time: what it computes is stored from the next step on.
+                # A step that waits for a request's load computes garbage on every rank if the load fails on
+                # one, and only that rank knows in time: what it computes is stored from the next step on.
                 continue
             span = self._planner.storable(state, computed_tokens, output)
             if span is not None:
@@ -256,8 +258,9 @@ class SchedulerSide:
         self._pool.note(request.request_id, phase, request.block_hashes, output_tokens, finish)
 
     def _is_filling(self, request: Request, computed_tokens: int) -> bool:
-        """Whether the engine's own hit has blocks that a synchronous load of this very step will fill: whoever
-        takes such a block now is lost with it if the load fails."""
+        """Whether the engine's own hit has blocks that a synchronous load of this very step will fill:
+        whoever takes such a block now is lost with it if the load fails.
+        """
         hit = request.block_hashes[: computed_tokens // self._block_tokens] if self._filling else ()
         return not self._filling.isdisjoint(hit)
 
