@@ -1,10 +1,10 @@
-"""The demo's engine process: one vLLM engine, driven by lines of JSON; run as `python -m umbp.cli.demo.child
-FD`.
+"""The demo's engine process: one vLLM engine, driven by lines of JSON; run as
+`python -m umbp.cli.demo.child FD FOLDER`.
 
 Commands come on standard input, answers go to the descriptor FD, all that vLLM prints goes to the log that
 the parent gave as standard output. The end of standard input means that the parent is gone: then this process
 ends its whole process group, in the middle of whatever it does, so that no death of the parent leaves an
-engine behind.
+engine, and no FOLDER of vLLM's sockets, behind.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -23,7 +24,9 @@ from typing import IO, Any
 def main() -> None:
     answers = os.fdopen(int(sys.argv[1]), "w", buffering=1)
     commands: queue.Queue[dict[str, Any]] = queue.Queue()
-    threading.Thread(target=_listen, args=(sys.stdin, commands), name="umbp-demo-listen", daemon=True).start()
+    threading.Thread(
+        target=_listen, args=(sys.stdin, commands, sys.argv[2]), name="umbp-demo-listen", daemon=True
+    ).start()
     engine: _Engine | None = None
     while True:
         command = commands.get()
@@ -47,9 +50,10 @@ def main() -> None:
         answers.write(json.dumps(answer) + "\n")
 
 
-def _listen(stream: IO[str], commands: queue.Queue[dict[str, Any]]) -> None:
+def _listen(stream: IO[str], commands: queue.Queue[dict[str, Any]], run_folder: str) -> None:
     for line in stream:
         commands.put(json.loads(line))
+    shutil.rmtree(run_folder, ignore_errors=True)
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +35,7 @@ MAX_MODEL_TOKENS = 3072
 ENGINE_BLOCKS = 104
 POOL_BYTES = 768 << 20
 MAX_THREADS = 4
+KEPT_LOGS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,12 @@ def engine_environment(run_folder: Path, threads: int | None = None) -> dict[str
     return environment
 
 
+def _keep_newest(files: Iterable[Path], count: int) -> None:
+    """Failures keep their logs, and a run that was killed could not remove its own: older ones go here."""
+    for file in sorted(files, key=lambda each: each.stat().st_mtime)[:-count]:
+        file.unlink(missing_ok=True)
+
+
 class EngineProcess:
     """A vLLM engine in a process group of its own; leaving the `with` block ends the group, whatever it does.
 
@@ -128,6 +135,7 @@ class EngineProcess:
 
     def __enter__(self) -> Self:
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        _keep_newest(self.log.parent.glob(f"*{self.log.suffix}"), KEPT_LOGS)
         self._run_folder = Path(tempfile.mkdtemp(prefix="umbp-demo-"))
         try:
             self._spawn(self._run_folder)
@@ -146,7 +154,7 @@ class EngineProcess:
         try:
             with self.log.open("wb") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "umbp.cli.demo.child", str(theirs)],
+                    [sys.executable, "-m", "umbp.cli.demo.child", str(theirs), str(run_folder)],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
