@@ -1,7 +1,12 @@
 #include "copy/engine.hpp"
 
 #include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
 #include <functional>
+#include <mutex>
+#include <thread>
 
 #include "copy/move.hpp"
 #include "pool/objects.hpp"
@@ -23,7 +28,9 @@ void Runs::check() const {
       throw ConfigError("run " + std::to_string(i) + " of a layout lies outside its object");
 }
 
-struct CopyEngine::Job {
+namespace {
+
+struct Job {
   std::size_t count, share;
   std::function<void(std::size_t)> one;  // has set a refusing status if it throws
   std::atomic<std::size_t> next{0};
@@ -44,45 +51,65 @@ struct CopyEngine::Job {
   }
 };
 
+}  // namespace
+
+// Apart from the engine, because a forked child must leave it alone: its threads aren't there, and destroying
+// a condition that they waited for would wait for them for ever.
+struct CopyEngine::State {
+  std::mutex mutex;
+  std::condition_variable wanted, finished;
+  std::deque<Job*> jobs;
+  std::vector<std::thread> workers;
+  u32 threads = 1;
+  bool is_closing = false;
+
+  void work() {
+    std::unique_lock<std::mutex> guard(mutex);
+    for (;;) {
+      wanted.wait(guard, [this] { return is_closing || !jobs.empty(); });
+      if (jobs.empty()) return;
+      Job* job = jobs.front();
+      if (job->next.load(std::memory_order_relaxed) >= job->count) {
+        jobs.pop_front();
+        continue;
+      }
+      job->users++;
+      guard.unlock();
+      job->run();
+      guard.lock();
+      if (--job->users == 0) finished.notify_all();
+    }
+  }
+};
+
 CopyEngine::CopyEngine(u32 threads) : fork_epoch_(fork_epoch()) {
   if (threads == 0 || threads > 256) throw ConfigError("a copy engine has between 1 and 256 threads");
-  for (u32 i = 1; i < threads; i++) workers_.emplace_back([this] { work(); });
+  state_ = std::make_unique<State>();
+  state_->threads = threads;
+  for (u32 i = 1; i < threads; i++) state_->workers.emplace_back([state = state_.get()] { state->work(); });
 }
 
 CopyEngine::~CopyEngine() {
-  if (fork_epoch_ == fork_epoch()) {
+  if (fork_epoch_ == fork_epoch())
     close();
-    return;
-  }
-  for (std::thread& worker : workers_) worker.detach();  // a forked child has no such threads
+  else
+    (void)state_.release();
+}
+
+u32 CopyEngine::threads() const {
+  return state_->threads;
 }
 
 void CopyEngine::close() {
+  if (fork_epoch_ != fork_epoch()) return;
+  std::vector<std::thread> workers;
   {
-    std::lock_guard<std::mutex> guard(mutex_);
-    closing_ = true;
+    std::lock_guard<std::mutex> guard(state_->mutex);
+    state_->is_closing = true;
+    workers.swap(state_->workers);
   }
-  wanted_.notify_all();
-  for (std::thread& worker : workers_)
-    if (worker.joinable()) worker.join();
-}
-
-void CopyEngine::work() {
-  std::unique_lock<std::mutex> guard(mutex_);
-  for (;;) {
-    wanted_.wait(guard, [this] { return closing_ || !jobs_.empty(); });
-    if (jobs_.empty()) return;
-    Job* job = jobs_.front();
-    if (job->next.load(std::memory_order_relaxed) >= job->count) {
-      jobs_.pop_front();
-      continue;
-    }
-    job->users++;
-    guard.unlock();
-    job->run();
-    guard.lock();
-    if (--job->users == 0) finished_.notify_all();
-  }
+  state_->wanted.notify_all();
+  for (std::thread& worker : workers) worker.join();
 }
 
 template <class One>
@@ -90,20 +117,18 @@ void CopyEngine::run(std::size_t count, std::size_t object_bytes, One&& one) {
   if (fork_epoch_ != fork_epoch())
     throw SegmentError("this copy engine was made before a fork; make another");
   Job job{count, std::max<std::size_t>(1, kShareBytes / object_bytes), std::forward<One>(one)};
-  const bool is_shared = !workers_.empty() && count > job.share;
-  if (is_shared) {
-    {
-      std::lock_guard<std::mutex> guard(mutex_);
-      if (closing_) throw ConfigError("this copy engine has been closed");
-      jobs_.push_back(&job);
-    }
-    wanted_.notify_all();
+  const bool is_shared = state_->threads > 1 && count > job.share;
+  {
+    std::lock_guard<std::mutex> guard(state_->mutex);
+    if (state_->is_closing) throw ConfigError("this copy engine has been closed");
+    if (is_shared) state_->jobs.push_back(&job);
   }
+  if (is_shared) state_->wanted.notify_all();
   job.run();
   if (!is_shared) return;
-  std::unique_lock<std::mutex> guard(mutex_);
-  std::erase(jobs_, &job);
-  finished_.wait(guard, [&job] { return job.users == 0; });
+  std::unique_lock<std::mutex> guard(state_->mutex);
+  std::erase(state_->jobs, &job);
+  state_->finished.wait(guard, [&job] { return job.users == 0; });
 }
 
 // Reads of slots that this process holds need no lock: nobody else changes them while they are held.

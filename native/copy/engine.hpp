@@ -1,12 +1,8 @@
 // Moves objects between engine memory and pool slots: one call for a batch, objects split over a few threads.
 #pragma once
 
-#include <condition_variable>
-#include <deque>
 #include <memory>
-#include <mutex>
 #include <span>
-#include <thread>
 #include <vector>
 
 #include "pool/pool.hpp"
@@ -45,20 +41,15 @@ class CopyEngine {
              bool checksum, CopyStatus* statuses);
   void load(const Runs& runs, std::span<const i64> blocks, const Pool& pool, std::span<const u64> tickets,
             bool checksum, CopyStatus* statuses);
-  u32 threads() const { return u32(workers_.size()) + 1; }
+  u32 threads() const;
   void close();
 
  private:
-  struct Job;
+  struct State;
   template <class One>
   void run(std::size_t count, std::size_t object_bytes, One&& one);
-  void work();
 
-  std::mutex mutex_;
-  std::condition_variable wanted_, finished_;
-  std::deque<Job*> jobs_;
-  std::vector<std::thread> workers_;
-  bool closing_ = false;
+  std::unique_ptr<State> state_;
   const u64 fork_epoch_;
 };
 

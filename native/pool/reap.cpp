@@ -194,13 +194,51 @@ void settle_record(Objects& objects, u32 slot, u64 slot_bytes, const std::vector
   r.lru_prev = r.lru_next = r.first_child = r.next_sibling = r.prev_sibling = kNil;
 }
 
+// Makes a settled object known again: its parent's link, its key, its namespace's and its slab's counts.
+void place_object(Objects& objects, u32 slot, std::vector<u32>& evictable) {
+  Segment& s = objects.s;
+  SlotRecord& r = s.record(slot);
+  const u64 word = objects.word(slot), slot_bytes = s.slab_slot_bytes(s.slab_of(slot));
+  SlotState state = word_state(word);
+  bool is_visible = state != SlotState::doomed && objects.is_current(r);
+  if (is_visible &&
+      objects.index.find(r.digest) >= 0) {  // damage, not a crash: the key keeps its first object
+    is_visible = false;
+    state = r.pins ? SlotState::doomed : SlotState::free;
+    r.word.store(make_word(word_generation(word), state, 0), std::memory_order_release);
+    if (state == SlotState::free) {
+      objects.space.give(slot);
+      return;
+    }
+  }
+  s.ns(r.ns).used_bytes += slot_bytes;
+  if (r.pins) s.slab(s.slab_of(slot)).pinned++;
+  u32 parent = is_visible ? objects.tree.parent_of(r) : kNil;
+  if (parent != kNil) {
+    const SlotRecord& p = s.record(parent);
+    const bool fits = parent != slot && objects.state(parent) != SlotState::doomed && objects.is_current(p) &&
+                      s.slab_slot_bytes(s.slab_of(parent)) == slot_bytes;
+    if (!fits) parent = kNil;
+  }
+  if (parent != kNil)
+    objects.tree.link(parent, slot);
+  else
+    r.parent = 0;
+  if (!is_visible) return;
+  objects.index.insert(r.digest, make_ref(slot, word_generation(word), state == SlotState::published),
+                       u64(r.ns) << 32 | r.epoch);
+  if (state != SlotState::published) return;
+  s.header().objects++;
+  if (r.pins == 0) evictable.push_back(slot);
+}
+
 }  // namespace
 
 void rebuild(Objects& objects) {
   Segment& s = objects.s;
   Header& h = s.header();
-  const bool first = h.rebuilds.fetch_add(1, std::memory_order_relaxed) == 0;
-  std::vector<u32> living = living_processes(s);
+  const bool is_first = h.rebuilds.fetch_add(1, std::memory_order_relaxed) == 0;
+  const std::vector<u32> living = living_processes(s);
   objects.index.clear();
   objects.space.reset();
   for (u32 ns = 0; ns < kNamespaceLimit; ns++) {
@@ -209,60 +247,32 @@ void rebuild(Objects& objects) {
   }
   const u32 slabs = u32(s.geometry().slab_count);
   for (u32 slab = slabs; slab-- > 0;) {
-    u64 slot_bytes = s.slab_slot_bytes(slab);
+    const u64 slot_bytes = s.slab_slot_bytes(slab);
     if (slot_bytes == 0) {
       objects.space.free_slab(slab);
       continue;
     }
-    u32 begin = objects.space.first_slot(slab), count = objects.space.slots_in(slab);
-    for (u32 slot = begin; slot < begin + count; slot++) settle_record(objects, slot, slot_bytes, living);
+    const u32 first = objects.space.first_slot(slab), end = first + objects.space.slots_in(slab);
+    for (u32 slot = first; slot < end; slot++) settle_record(objects, slot, slot_bytes, living);
     objects.space.adopt_slab(slab);
     crash_point();
   }
   std::vector<u32> evictable;
-  u64 clock = 0;
   for (u32 slab = 0; slab < slabs; slab++) {
-    u64 slot_bytes = s.slab_slot_bytes(slab);
-    u32 begin = objects.space.first_slot(slab), count = objects.space.slots_in(slab);
-    for (u32 slot = begin; slot < begin + count; slot++) {
-      SlotRecord& r = s.record(slot);
-      u64 word = objects.word(slot);
-      SlotState state = word_state(word);
-      if (state == SlotState::free) continue;
-      clock = std::max(clock, r.stamp);
-      s.ns(r.ns).used_bytes += slot_bytes;
-      if (r.pins) s.slab(slab).pinned++;
-      const bool visible = state != SlotState::doomed && objects.is_current(r);
-      u32 parent = visible ? objects.tree.parent_of(r) : kNil;
-      if (parent != kNil) {
-        const SlotRecord& p = s.record(parent);
-        const bool fits = parent != slot && objects.state(parent) != SlotState::doomed &&
-                          objects.is_current(p) && s.slab_slot_bytes(s.slab_of(parent)) == slot_bytes;
-        if (!fits) parent = kNil;
-      }
-      if (parent == kNil)
-        r.parent = 0;
-      else
-        objects.tree.link(parent, slot);
-      if (!visible) continue;
-      if (objects.index.find(r.digest) >= 0)
-        throw SegmentError("the pool is damaged: two objects have one key");
-      objects.index.insert(r.digest, make_ref(slot, word_generation(word), state == SlotState::published),
-                           u64(r.ns) << 32 | r.epoch);
-      if (state == SlotState::published) {
-        h.objects++;
-        if (r.pins == 0) evictable.push_back(slot);
-      }
+    const u32 first = objects.space.first_slot(slab), end = first + objects.space.slots_in(slab);
+    for (u32 slot = first; slot < end; slot++) {
+      if (objects.state(slot) == SlotState::free) continue;
+      h.clock = std::max(h.clock, s.record(slot).stamp);
+      place_object(objects, slot, evictable);
     }
     crash_point();
   }
   std::sort(evictable.begin(), evictable.end(),
             [&s](u32 a, u32 b) { return s.record(a).stamp < s.record(b).stamp; });
-  h.clock = std::max(h.clock, clock);
   objects.policy.rebuild(evictable);
   objects.index.settle();
-  // An eviction that was cut short may be missing from the ring: every reader is told that it has lost some.
-  if (!first) h.ring_head.fetch_add(kRingEntries + 1, std::memory_order_release);
+  // A removal that was cut short may be missing from the ring: every reader is told that it has lost some.
+  if (!is_first) h.ring_head.fetch_add(kRingEntries + 1, std::memory_order_release);
 }
 
 }  // namespace umbp

@@ -37,20 +37,22 @@ struct Registry {
 };
 
 static std::atomic<u64> forks{0};
-u64 fork_epoch() {
-  return forks.load(std::memory_order_relaxed);
+
+static bool watch_forks() {
+  auto before = [] { Registry::get().mutex.lock(); };
+  auto in_parent = [] { Registry::get().mutex.unlock(); };
+  auto in_child = [] {
+    forks.fetch_add(1);
+    Registry::get().segments.clear();  // the parent's; the child attaches afresh
+    Registry::get().mutex.unlock();
+  };
+  pthread_atfork(before, in_parent, in_child);
+  return true;
 }
 
-static void watch_forks() {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    pthread_atfork([] { Registry::get().mutex.lock(); }, [] { Registry::get().mutex.unlock(); },
-                   [] {
-                     forks.fetch_add(1);
-                     Registry::get().segments.clear();  // theirs; the child attaches afresh
-                     Registry::get().mutex.unlock();
-                   });
-  });
+u64 fork_epoch() {
+  static const bool is_watching = watch_forks();
+  return is_watching ? forks.load(std::memory_order_relaxed) : 0;
 }
 
 static std::string reason() {
@@ -95,6 +97,16 @@ std::byte* Segment::payload(u32 slot) const {
 
 Trailer& Segment::trailer(u32 slot) const {
   return *reinterpret_cast<Trailer*>(payload(slot) + slab_slot_bytes(slab_of(slot)) - kTrailerBytes);
+}
+
+u64 Segment::pinned_slots() const {
+  auto row =
+      reinterpret_cast<const u64*>(base_ + geometry_.pins_at + process_slot_ * geometry_.pin_row_bytes);
+  u64 count = 0;
+  for (u64 i = 0; i < geometry_.pin_row_bytes / sizeof(u64); i++)
+    for (u64 four = __atomic_load_n(row + i, __ATOMIC_RELAXED); four; four >>= 16)
+      count += (four & 0xffff) != 0;
+  return count;
 }
 
 bool Segment::back_range(u64 offset, u64 bytes) const {
@@ -161,7 +173,6 @@ static void check_parameters(const CreateParameters& parameters) {
 
 std::shared_ptr<Segment> Registry::adopt(int fd, const Header& header, FileId id, std::string name) {
   Descriptor descriptor(fd);
-  watch_forks();
   std::unique_ptr<Segment, void (*)(Segment*)> segment(new Segment, [](Segment* broken) {
     if (broken->base_) munmap(broken->base_, broken->geometry_.total_bytes);
     delete broken;

@@ -52,6 +52,7 @@ class Segment {
                                                 2 * bounded(slot, geometry_.max_slots));
   }
   std::atomic<u16>& my_pin(u32 slot) const { return pin(process_slot_, slot); }
+  u64 pinned_slots() const;  // on how many this process has pins or reservations
   u32 slab_of(u32 slot) const { return u32(slot / geometry_.slots_per_slab); }
   // The slot size of a slab as found in the segment, checked; 0 if free.
   u64 slab_slot_bytes(u32 slab_index) const;

@@ -105,6 +105,19 @@ def script(lines: Lines, path: str, countdown: int, stop: bool = False) -> None:
     lines.answer("done")
 
 
+def churn(lines: Lines, path: str, rounds: int) -> None:
+    """Stores and removes so that index entries move all the time; answers when it is attached and when it is done."""
+    pool = Pool.attach(path, lock_patience_s=5.0)
+    ns = pool.namespace("churn")
+    lines.answer("attached")
+    for i in range(rounds):
+        keys = [f"c{i}.{j}" for j in range(200)]
+        tickets, outcomes = pool.reserve(ns, keys, OBJECT_BYTES)
+        pool.publish(tickets[outcomes == Outcome.RESERVED])
+        pool.remove(keys[::2])
+    lines.answer("done")
+
+
 def workload(lines: Lines, path: str, seed: int, countdown: int) -> None:
     """Random verbs until killed, one answer after each. Leaves reservations and pins lying about on purpose."""
     pool = Pool.attach(path)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from actors import OBJECT_BYTES, pattern, read_payload, store
@@ -257,3 +260,86 @@ def test_readers_of_the_removed_ring_are_told_that_a_repair_may_have_lost_some(
     assert is_lost
     assert len(digests) == 0
     assert not pool.removed_since(cursor)[2]
+
+
+def only_child(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+
+
+CAN_UNSHARE = subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not CAN_UNSHARE, reason="this user may not make pid namespaces")
+def test_a_holder_in_another_pid_namespace_is_waited_for_alive_and_taken_over_dead(
+    make_pool: Callable[..., Pool],
+) -> None:
+    """Scenario: two containers share a pool; the pids that one knows mean nothing to the other."""
+    pool = make_pool()
+    ns = pool.namespace("a")
+    code = f"""
+import os, sys
+from umbp import _native
+from umbp.pool import Pool
+if os.fork():  # pid 1 of a namespace can't be stopped by its own
+    os.wait()
+    os._exit(0)
+pool = Pool.attach({pool.handle.path!r})
+print(os.getpid(), flush=True)
+sys.stdin.readline()
+_native.arm_crash_point(5, True)
+pool.reserve({ns}, ["theirs"], 3000)
+"""
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as outer:
+        assert outer.stdin is not None
+        assert outer.stdout is not None
+        assert 1 < int(outer.stdout.readline()) < 20  # a pid of its own namespace
+        inner = only_child(only_child(outer.pid))
+        assert pool.reap() == 0
+        outer.stdin.write("go\n")
+        outer.stdin.flush()
+        while Path(f"/proc/{inner}/stat").read_text().rpartition(") ")[2][0] != "T":
+            os.sched_yield()
+        assert pool.reserve(ns, ["ours"], OBJECT_BYTES)[1].tolist() == [Outcome.NOT_NOW]
+        assert pool.stats()["takeovers"] == 0
+        os.kill(inner, signal.SIGKILL)
+        outer.wait()
+    assert store(pool, ns, ["ours", "theirs"]) == [Outcome.RESERVED] * 2
+    assert pool.stats()["takeovers"] == 1
+    assert_nothing_is_left(pool, 32)
+
+
+def test_a_crash_point_is_armed_by_the_environment(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool()
+    code = f"""
+from umbp.pool import Pool
+pool = Pool.attach({pool.handle.path!r})
+while True:
+    pool.namespace("a")
+"""
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "UMBP_CRASH_POINT": "40"})
+    assert done.returncode == -signal.SIGKILL
+    assert_nothing_is_left(pool, 32)
+
+
+def test_a_copy_engine_made_before_a_fork_is_left_alone_by_the_child() -> None:
+    """Scenario: the child's interpreter ends in order and destroys an engine whose threads it doesn't have."""
+    code = """
+import os
+from umbp.errors import SegmentError
+from umbp.pool import Pool
+from umbp.transfer import BlockRuns, CopyEngine
+engine = CopyEngine(4)
+pool = Pool.create_memfd(1 << 20, slab_bytes=1 << 16, min_object_bytes=3000)
+if os.fork() == 0:
+    try:
+        engine.store(BlockRuns.from_columns([64], [8], [8], [0], 4), [], pool, [])
+    except SegmentError:
+        engine.close()
+        del engine, pool
+        raise SystemExit(0)
+    raise SystemExit("not refused")
+_, status = os.wait()
+raise SystemExit(os.waitstatus_to_exitcode(status))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
