@@ -53,8 +53,11 @@ class Pool:
         `capacity_bytes` is rounded down to whole slabs; `min_object_bytes` bounds how many objects a slab can have;
         `processes` is how many are expected to attach (a few bytes of pin counts for each and every slot).
         """
-        wanted = _native.reserved_bytes(capacity_bytes, slab_bytes, min_object_bytes, processes)
-        refuse_over_limit(wanted, memory_limits())
+        limits = memory_limits()
+        refuse_over_limit(capacity_bytes, limits)
+        refuse_over_limit(
+            _native.reserved_bytes(capacity_bytes, slab_bytes, min_object_bytes, processes), limits
+        )
         return cls(
             _native.Pool.create_memfd(
                 capacity_bytes, slab_bytes, min_object_bytes, high_watermark, low_watermark, lock_patience_s
@@ -75,8 +78,11 @@ class Pool:
         processes: int = 2,
     ) -> Self:
         """A pool in a file, which stays until it is deleted. Of several creators one wins, the others get SegmentError."""
-        wanted = _native.reserved_bytes(capacity_bytes, slab_bytes, min_object_bytes, processes)
-        refuse_over_limit(wanted, memory_limits(path=path))
+        limits = memory_limits(path=path)
+        refuse_over_limit(capacity_bytes, limits)
+        refuse_over_limit(
+            _native.reserved_bytes(capacity_bytes, slab_bytes, min_object_bytes, processes), limits
+        )
         return cls(
             _native.Pool.create_file(
                 os.fspath(path),
