@@ -29,9 +29,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
     get_request_block_hasher,
     init_none_hash,
     resolve_kv_cache_block_sizes,
@@ -47,6 +47,11 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from umbp.connector.connector import UMBPStoreConnector
 from umbp.connector.stats import UMBPStats
+
+try:
+    from vllm.v1.core import kv_cache_planning
+except ImportError:  # vLLM 0.32
+    kv_cache_planning = None
 
 BLOCK = 16
 """Tokens of a KV block."""
@@ -142,7 +147,12 @@ def cache_configs(config: VllmConfig) -> list[KVCacheConfig]:
     """Each rank's cache configuration, the scheduler's last; made and completed as the engine core does."""
     ranks = config.parallel_config.tensor_parallel_size
     specs = [{layer: full_attention() for layer in LAYERS} for _ in range(ranks)]
-    configs = get_kv_cache_configs(config, specs, [1 << 30] * ranks)
+    memory = [1 << 30] * ranks
+    if kv_cache_planning is None:
+        configs = kv_cache_utils.get_kv_cache_configs(config, specs, memory)
+    else:
+        groups = kv_cache_planning.get_global_kv_cache_groups(config, specs)
+        configs = kv_cache_planning.get_kv_cache_configs(config, specs, memory, groups)
     for one in configs:
         one.kv_cache_layout = config.cache_config.kv_cache_layout
     everyone = [*configs, generate_scheduler_kv_cache_config(configs)]

@@ -50,6 +50,12 @@ class PoolView:
         """Adopt what the workers report; `ConfigError` where they disagree. Again after a sleep: binds
         anew.
         """
+        ranks = self._topology.rank_count
+        if len(namespaces) < ranks:
+            raise ConfigError(
+                f"{len(namespaces)} of {ranks} workers reported what they keep; "
+                "every worker of the engine must run this connector"
+            )
         distinct = sorted(set(namespaces.values()))
         if len(distinct) != 1:
             raise ConfigError(
