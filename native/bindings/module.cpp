@@ -159,7 +159,7 @@ nb::tuple reserve(Pool& pool, u32 ns, const Keys& keys, nb::object object_bytes,
 
 U64Array digest_array(const std::vector<Digest>& digests) {
   u64* data = new u64[2 * digests.size() + 1];
-  std::memcpy(data, digests.data(), digests.size() * sizeof(Digest));
+  if (!digests.empty()) std::memcpy(data, digests.data(), digests.size() * sizeof(Digest));
   return array_of(data, {digests.size(), 2});
 }
 

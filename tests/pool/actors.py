@@ -65,7 +65,7 @@ def serve(lines: Lines, path: str) -> None:
             else:
                 value = plain(getattr(pool, verb)(*args))
             lines.answer(value)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the test reads it
             lines.answer(f"{type(error).__name__}: {error}", "error")
 
 
@@ -76,7 +76,7 @@ def create_with_file_limit(lines: Lines, path: str) -> None:
     try:
         Pool.create(path, 8 << 20, slab_bytes=1 << 20, min_object_bytes=OBJECT_BYTES)
         lines.answer("made")
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test reads it
         lines.answer(f"{type(error).__name__}: {error}")
 
 
@@ -106,7 +106,8 @@ def script(lines: Lines, path: str, countdown: int, stop: bool = False) -> None:
 
 
 def churn(lines: Lines, path: str, rounds: int) -> None:
-    """Stores and removes so that index entries move all the time; answers when it is attached and when it is done."""
+    """Stores and removes so that index entries move all the time; answers when it is attached and when it
+    is done."""
     pool = Pool.attach(path, lock_patience_s=5.0)
     ns = pool.namespace("churn")
     lines.answer("attached")
@@ -119,7 +120,8 @@ def churn(lines: Lines, path: str, rounds: int) -> None:
 
 
 def workload(lines: Lines, path: str, seed: int, countdown: int) -> None:
-    """Random verbs until killed, one answer after each. Leaves reservations and pins lying about on purpose."""
+    """Random verbs until killed, one answer after each. Leaves reservations and pins lying about on
+    purpose."""
     pool = Pool.attach(path)
     rng = random.Random(seed)
     ns = pool.namespace("work")

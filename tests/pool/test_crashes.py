@@ -1,4 +1,5 @@
-"""Whoever dies, at whatever instruction, leaves nothing behind; whoever is stopped costs "not now", not a hang."""
+"""Whoever dies, at whatever instruction, leaves nothing behind; whoever is stopped costs "not now", not a
+hang."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def test_a_death_at_each_point_of_every_verb_is_repaired(
 
 
 def test_random_kills_leave_nothing(make_pool: Callable[..., Pool], zygote: Zygote) -> None:
-    """KILLS deaths: half inside a critical section, half from outside at any moment, up to three at work at once."""
+    """KILLS deaths: half inside a critical section, half from outside at any moment, up to three at work
+    at once."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -151,7 +153,8 @@ def test_a_zombie_is_dead(make_pool: Callable[..., Pool], zygote: Zygote) -> Non
 
 
 def test_a_writer_waits_for_no_dead_writer(make_pool: Callable[..., Pool], zygote: Zygote) -> None:
-    """Scenario: killed between reserve and publish; no janitor has run; the key must become storable again."""
+    """Scenario: killed between reserve and publish; no janitor has run; the key must become storable
+    again."""
     pool = make_pool()
     actor = zygote.spawn("serve", pool.handle.path)
     ns = actor.call("namespace", "a")
@@ -226,7 +229,8 @@ def test_a_stopped_holder_that_is_killed_is_taken_over(
 def test_the_successor_in_a_process_slot_inherits_nothing(
     make_pool: Callable[..., Pool], zygote: Zygote
 ) -> None:
-    """Scenario: killed and restarted at once; the new process gets the same slot before anybody has reaped."""
+    """Scenario: killed and restarted at once; the new process gets the same slot before anybody has
+    reaped."""
     pool = make_pool(slots=8)
     ns = pool.namespace("a")
     store(pool, ns, ["x"])
@@ -266,7 +270,9 @@ def only_child(pid: int) -> int:
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
 
 
-CAN_UNSHARE = subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode == 0
+CAN_UNSHARE = (
+    subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode == 0
+)
 
 
 @pytest.mark.skipif(not CAN_UNSHARE, reason="this user may not make pid namespaces")
@@ -317,13 +323,16 @@ pool = Pool.attach({pool.handle.path!r})
 while True:
     pool.namespace("a")
 """
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "UMBP_CRASH_POINT": "40"})
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "UMBP_CRASH_POINT": "40"}, check=False
+    )
     assert done.returncode == -signal.SIGKILL
     assert_nothing_is_left(pool, 32)
 
 
 def test_a_copy_engine_made_before_a_fork_is_left_alone_by_the_child() -> None:
-    """Scenario: the child's interpreter ends in order and destroys an engine whose threads it doesn't have."""
+    """Scenario: the child's interpreter ends in order and destroys an engine whose threads it doesn't
+    have."""
     code = """
 import os
 from umbp.errors import SegmentError

@@ -19,7 +19,8 @@ TINY = 100
 
 
 class LeafFirst:
-    """The model: an ordered dict, old to young; a victim with children gives way to its oldest leaf descendant."""
+    """The model: an ordered dict, old to young; a victim with children gives way to its oldest leaf
+    descendant."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -49,10 +50,13 @@ class LeafFirst:
                         break
                     del self.parent[gone]
                 self.parent[key] = chain[i - 1] if i else None
-        for key in reversed(chain):
+        self.touch(chain)
+        return hits
+
+    def touch(self, keys: list[str]) -> None:
+        for key in reversed(keys):
             if key in self.parent:
                 self.parent.move_to_end(key)
-        return hits
 
 
 def request(pool: Pool, ns: int, chain: list[str]) -> int:
@@ -100,6 +104,24 @@ def test_the_pool_is_leaf_first_lru_block_by_block(make_pool: MakePool, capacity
     assert pool.stats()["orphaned"] == 0
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_the_oldest_leaf_below_the_oldest_object_goes_first(make_pool: MakePool, seed: int) -> None:
+    """Scenario: single blocks are touched out of order, so trunks grow older than what hangs on them."""
+    pool, model = make_pool(slots=32, object_bytes=TINY), LeafFirst(32)
+    ns = pool.namespace("a")
+    rng = random.Random(seed)
+    universe: list[str] = []
+    for step, chain in enumerate(made_trace(seed, 150)):
+        universe = list(dict.fromkeys([*universe, *chain]))
+        assert request(pool, ns, chain) == model.request(chain), step
+        for key in rng.sample(universe, min(8, len(universe))):
+            pool.touch([key])
+            model.touch([key])
+        stored = {k for k, hit in zip(universe, pool.lookup(universe).tolist(), strict=True) if hit}
+        assert stored == set(model.parent), step
+    pool.audit()
+
+
 def test_stored_chains_stay_whole_under_pressure(make_pool: MakePool) -> None:
     """Whatever is stored has its parent stored: a prefix has no holes."""
     pool = make_pool(slots=60, object_bytes=TINY)
@@ -116,7 +138,8 @@ def test_stored_chains_stay_whole_under_pressure(make_pool: MakePool) -> None:
 
 
 def test_a_parent_touched_last_of_all_still_outlives_its_children(make_pool: MakePool) -> None:
-    """Scenario: stored and released one by one, root first, so the root is the oldest; its leaves go before it."""
+    """Scenario: stored and released one by one, root first, so the root is the oldest; its leaves go
+    before it."""
     pool = make_pool(slots=12, object_bytes=TINY)
     ns = pool.namespace("a")
     chain = [f"c{i}" for i in range(12)]
@@ -151,7 +174,8 @@ TRACES = os.environ.get("UMBP_TRACES")
 @pytest.mark.skipif(not TRACES, reason="UMBP_TRACES names no folder with request traces")
 @pytest.mark.parametrize(("percent", "golden"), [(1, 0.05439), (5, 0.20221)])
 def test_real_chat_gives_the_golden_hit_rates(percent: int, golden: float) -> None:
-    """The conversation trace, full blocks only, through the real pool limited to an exact number of objects."""
+    """The conversation trace, full blocks only, through the real pool limited to an exact number of
+    objects."""
     assert TRACES
     with lzma.open(Path(TRACES) / "conversation_trace.jsonl.xz", "rt") as file:
         rows = [json.loads(line) for line in file]

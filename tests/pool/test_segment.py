@@ -52,7 +52,8 @@ def assert_refused(path: Path, match: str = "can't be attached") -> None:
 
 
 def test_two_processes_work_on_one_memfd(make_pool: MakePool) -> None:
-    """A stranger in a fresh interpreter: attaches by handle, reads what is there, stores what we then read."""
+    """A stranger in a fresh interpreter: attaches by handle, reads what is there, stores what we then
+    read."""
     pool = make_pool()
     ns = pool.namespace("a")
     store(pool, ns, ["ours"])
@@ -95,9 +96,11 @@ def test_what_a_process_stores_others_see_while_all_work(make_pool: MakePool, zy
     pool.audit()
 
 
-def test_a_lookup_never_sees_what_is_not_there_while_entries_move(make_pool: MakePool, zygote: Zygote) -> None:
-    """Pinned keys stay found, absent keys stay misses, whatever a writer does to the index meanwhile. A lookup that
-    is overtaken by moves again and again may call a stored key a miss; that must be rare."""
+def test_a_lookup_never_sees_what_is_not_there_while_entries_move(
+    make_pool: MakePool, zygote: Zygote
+) -> None:
+    """Pinned keys stay found, absent keys stay misses, whatever a writer does to the index meanwhile. A
+    lookup that is overtaken by moves again and again may call a stored key a miss; that must be rare."""
     pool = make_pool(slots=600, slab_slots=100)
     ns = pool.namespace("a")
     present = [f"p{i}" for i in range(200)]
@@ -113,7 +116,7 @@ def test_a_lookup_never_sees_what_is_not_there_while_entries_move(make_pool: Mak
         assert not pool.lookup(absent).any()
     assert writer.receive() == "done"
     assert rounds > 20
-    assert misses <= rounds * 200 // 100
+    assert misses <= 1 + rounds // 100
     assert pool.lookup(present).all()
     pool.release(pins)
     pool.audit()
@@ -139,7 +142,8 @@ def test_of_two_creators_one_wins(pool_file: Path) -> None:
 def test_one_process_has_one_attachment_however_often_it_attaches(
     make_pool: MakePool, zygote: Zygote
 ) -> None:
-    """Scenario: closing any descriptor of a file drops the process's byte locks on it, and others would reap it."""
+    """Scenario: closing any descriptor of a file drops the process's byte locks on it, and others would
+    reap it."""
     pool = make_pool()
     store(pool, pool.namespace("a"), ["x"])
     again = Pool.attach(pool.handle)

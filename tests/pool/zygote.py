@@ -1,8 +1,8 @@
 """A small process that forks actors: real processes of their own, in milliseconds, with the package imported.
 
-It imports once and holds no pool, so its children attach like any stranger. Started as `python zygote.py FD`; each
-request on that socket carries the actor's end of a socket pair; the answer is the actor's pid. It never waits for a
-child unless asked to, so a killed actor stays a zombie, which is one of the things to test.
+It imports once and holds no pool, so its children attach like any stranger. Started as `python zygote.py FD`;
+each request on that socket carries the actor's end of a socket pair; the answer is the actor's pid. It never
+waits for a child unless asked to, so a killed actor stays a zombie, which is one of the things to test.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Actor:
         self.wait_until_dead()
 
     def wait_until_dead(self) -> None:
-        """All its descriptors are closed by then, its byte locks with them: the kernel closes both in one go."""
+        """All its descriptors are closed by then, its byte locks with them: the kernel closes both in one
+        go."""
         while self.state() not in "ZX":
             self.connection.settimeout(10)
             try:
@@ -169,7 +170,7 @@ def _main(fd: int) -> None:
             requests.close()
             try:
                 getattr(actors, message["function"])(Lines(fds[0]), *message["args"])
-            except BaseException:
+            except BaseException:  # noqa: BLE001 - the top of a process
                 traceback.print_exc()
             finally:
                 os._exit(0)

@@ -1,4 +1,5 @@
-"""Runs of every layout against numpy: what is derived from strides alone gathers exactly a block's content."""
+"""Runs of every layout against numpy: what is derived from strides alone gathers exactly a block's
+content."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class View:
 
 
 def layers_of(backing: Array, order: str) -> list[Array]:
-    """Per-layer views [B, H, N, C] into one buffer whose dimensions lie in `order` (a permutation of LBHN, then C)."""
+    """Per-layer views [B, H, N, C] into one buffer whose dimensions lie in `order` (a permutation of LBHN,
+    then C)."""
     axes = [order.index(d) for d in "LBHN"]
     return list(backing.transpose([*axes, 4]))
 
@@ -80,7 +82,8 @@ def test_every_layout_gathers_exactly_the_block(order: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "runs_per_layer"), [("LBHN", 1), ("LBNH", 1), ("BLHN", 1), ("BLNH", 1), ("LHBN", H), ("BHLN", H)]
+    ("order", "runs_per_layer"),
+    [("LBHN", 1), ("LBNH", 1), ("BLHN", 1), ("BLNH", 1), ("LHBN", H), ("BHLN", H)],
 )
 def test_a_block_has_as_many_runs_as_its_layout_makes(order: str, runs_per_layer: int) -> None:
     runs = derive(layers_of(backing_for(order), order))
@@ -150,7 +153,7 @@ def test_what_cannot_be_expressed_is_refused_by_the_layers_name(make: object, ma
 def test_layers_that_share_bytes_are_refused() -> None:
     buffer = np.zeros(B * 64 + 32, np.uint8)
     one, two = buffer[: B * 64].reshape(B, 64), buffer[32:].reshape(B, 64)
-    with pytest.raises(ConfigError, match="layer.0: its cache shares bytes with layer layer.1's"):
+    with pytest.raises(ConfigError, match=r"layer\.0: its cache shares bytes with layer layer\.1's"):
         derive([one, two])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="shares bytes"):
         derive([one, one])  # type: ignore[list-item]

@@ -14,7 +14,8 @@ def boot_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class PoolHandle:
-    """A pool by the descriptor that a living process holds on it. Plain values: goes through msgpack and pickle."""
+    """A pool by the descriptor that a living process holds on it. Plain values: goes through msgpack and
+    pickle."""
 
     pid: int
     fd: int
@@ -29,12 +30,14 @@ class PoolHandle:
         """Raises SegmentError where this is another host than the pool's."""
         if self.boot_id != boot_id():
             raise SegmentError(
-                "the pool is on another host (its boot id differs); an embedded pool serves the ranks of one host"
+                "the pool is on another host (its boot id differs);"
+                " an embedded pool serves the ranks of one host"
             )
 
     def check_visible(self) -> None:
         """Raises SegmentError where the process that holds the pool can't be seen from here."""
         if not os.path.exists(self.path):
             raise SegmentError(
-                f"the pool at {self.path} can't be reached: its process is gone, or is in another pid namespace"
+                f"the pool at {self.path} can't be reached:"
+                " its process is gone, or is in another pid namespace"
             )

@@ -1,4 +1,5 @@
-"""How much memory a new pool may take: what cgroup, host and file system leave free, read before anything is allocated."""
+"""How much memory a new pool may take: what cgroup, host and file system leave free, read before anything
+is allocated."""
 
 import os
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ class MemoryLimit:
 
 
 def memory_limits(root: Path = Path("/"), path: str | os.PathLike[str] | None = None) -> list[MemoryLimit]:
-    """Every bound that can be read. `root` stands for `/` in tests; `path` names a file on the pool's file system."""
+    """Every bound that can be read. `root` stands for `/` in tests; `path` names a file on the pool's file
+    system."""
     limits = [*_cgroup_v2(root), *_cgroup_v1(root)]
     available = _available_bytes(root)
     if available is not None:
@@ -32,12 +34,14 @@ def memory_limits(root: Path = Path("/"), path: str | os.PathLike[str] | None = 
 
 
 def refuse_over_limit(wanted_bytes: int, limits: list[MemoryLimit]) -> None:
-    """Raises CapacityError, one sentence with both figures, where the tightest bound leaves less than wanted."""
+    """Raises CapacityError, one sentence with both figures, where the tightest bound leaves less than
+    wanted."""
     tightest = min(limits, key=lambda limit: limit.free_bytes, default=None)
     if tightest is not None and wanted_bytes > tightest.free_bytes:
         raise CapacityError(
-            f"a pool of {wanted_bytes} bytes ({wanted_bytes / 2**30:.2f} GiB) doesn't fit: {tightest.source} leaves"
-            f" {tightest.free_bytes} bytes ({tightest.free_bytes / 2**30:.2f} GiB); choose a smaller capacity"
+            f"a pool of {wanted_bytes} bytes ({wanted_bytes / 2**30:.2f} GiB) doesn't fit:"
+            f" {tightest.source} leaves {tightest.free_bytes} bytes"
+            f" ({tightest.free_bytes / 2**30:.2f} GiB); choose a smaller capacity"
         )
 
 

@@ -25,7 +25,8 @@ LOCK_PATIENCE_S = 0.002
 
 
 class Pool:
-    """Every process's view of one pool. Verbs take batches and answer with numpy columns as long as their input.
+    """Every process's view of one pool. Verbs take batches and answer with numpy columns as long as their
+    input.
 
     A ticket is a pin: `reserve` gives one that ends with `publish` or `abandon`, `acquire` one that ends with
     `release`. Tickets are this process's own; whoever dies holding some loses them to the next reaper.
@@ -48,10 +49,12 @@ class Pool:
         lock_patience_s: float = LOCK_PATIENCE_S,
         processes: int = 2,
     ) -> Self:
-        """A nameless pool that goes when its last process goes. Memory is taken at once, or CapacityError raised.
+        """A nameless pool that goes when its last process goes. Memory is taken at once, or CapacityError
+        raised.
 
-        `capacity_bytes` is rounded down to whole slabs; `min_object_bytes` bounds how many objects a slab can have;
-        `processes` is how many are expected to attach (a few bytes of pin counts for each and every slot).
+        `capacity_bytes` is rounded down to whole slabs; `min_object_bytes` bounds how many objects a slab can
+        have; `processes` is how many are expected to attach (a few bytes of pin counts for each and every
+        slot).
         """
         limits = memory_limits()
         refuse_over_limit(capacity_bytes, limits)
@@ -77,7 +80,8 @@ class Pool:
         lock_patience_s: float = LOCK_PATIENCE_S,
         processes: int = 2,
     ) -> Self:
-        """A pool in a file, which stays until it is deleted. Of several creators one wins, the others get SegmentError."""
+        """A pool in a file, which stays until it is deleted. Of several creators one wins, the others get
+        SegmentError."""
         limits = memory_limits(path=path)
         refuse_over_limit(capacity_bytes, limits)
         refuse_over_limit(
@@ -99,7 +103,8 @@ class Pool:
     def attach(
         cls, place: PoolHandle | str | os.PathLike[str], *, lock_patience_s: float = LOCK_PATIENCE_S
     ) -> Self:
-        """An existing pool, by handle or path. SegmentError, one sentence, where it can't be reached or trusted."""
+        """An existing pool, by handle or path. SegmentError, one sentence, where it can't be reached or
+        trusted."""
         if isinstance(place, PoolHandle):
             place.check_host()
             place.check_visible()
@@ -165,8 +170,9 @@ class Pool:
         return self.native.digests_raw(prefix, hashes)
 
     def removed_since(self, cursor: int) -> tuple[Digests, int, bool]:
-        """Digests of objects removed or evicted since `cursor` (begin with `removed_head()`), the new cursor, and
-        whether some were lost: then everything that the caller believes stored must be looked up again."""
+        """Digests of objects removed or evicted since `cursor` (begin with `removed_head()`), the new
+        cursor, and whether some were lost: then everything that the caller believes stored must be looked
+        up again."""
         return self.native.removed_since(cursor)
 
     def removed_head(self) -> int:
@@ -186,10 +192,11 @@ class Pool:
         object_bytes: int | npt.NDArray[np.uint64],
         parents: Sequence[str | None] | None = None,
     ) -> tuple[Tickets, Outcomes]:
-        """Room for new objects: RESERVED with a ticket, or EXISTS, BUSY, FULL, TOO_LARGE, NOT_NOW with ticket 0.
+        """Room for new objects: RESERVED with a ticket, or EXISTS, BUSY, FULL, TOO_LARGE, NOT_NOW with ticket
+        0.
 
-        Evicts what it must, never what this call names. Keys that get room are a head of the call: after the first
-        FULL no more are RESERVED. A parent that isn't stored is ignored.
+        Evicts what it must, never what this call names. Keys that get room are a head of the call: after the
+        first FULL no more are RESERVED. A parent that isn't stored is ignored.
         """
         return self.native.reserve(ns, keys, _sizes(object_bytes), parents)
 
@@ -205,7 +212,8 @@ class Pool:
         return self.native.reserve_raw(ns, prefix, hashes, _sizes(object_bytes), parents)
 
     def publish(self, tickets: npt.ArrayLike) -> Outcomes:
-        """Makes reserved objects visible: PUBLISHED, STALE, INVALID, or NOT_NOW (still reserved: ask again)."""
+        """Makes reserved objects visible: PUBLISHED, STALE, INVALID, or NOT_NOW (still reserved: ask
+        again)."""
         return self.native.publish(_tickets(tickets))
 
     def abandon(self, tickets: npt.ArrayLike) -> Outcomes:

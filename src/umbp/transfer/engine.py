@@ -12,9 +12,11 @@ from umbp.transfer.runs import BlockRuns
 
 
 class CopyEngine:
-    """A few threads that move blocks. Safe to call from several threads; a call returns when its bytes have moved.
+    """A few threads that move blocks. Safe to call from several threads; a call returns when its bytes have
+    moved.
 
-    The caller answers for the engine memory: it stays mapped, and nobody else uses those blocks, during a call.
+    The caller answers for the engine memory: it stays mapped, and nobody else uses those blocks, during a
+    call.
     """
 
     def __init__(self, threads: int) -> None:
@@ -45,7 +47,8 @@ class CopyEngine:
         *,
         checksum: bool = False,
     ) -> npt.NDArray[np.uint8]:
-        """Scatters acquired objects into blocks; a `CopyStatus` for each. A block whose status isn't OK is untouched."""
+        """Scatters acquired objects into blocks; a `CopyStatus` for each. A block whose status isn't OK is
+        untouched."""
         return self._native.load(runs.native, _blocks(block_ids), pool.native, _tickets(tickets), checksum)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Where the bytes of a KV block lie: contiguous runs, derived from the registered tensors' strides alone.
 
-Nothing is guessed from a layout's name. Dimension 0 of a tensor counts kernel blocks (one engine block is one or
-several of them); the others are sorted by stride, what is contiguous is merged, and every index of what remains is
-a run of its own. Padding between runs is never touched.
+Nothing is guessed from a layout's name. Dimension 0 of a tensor counts kernel blocks (one engine block is one
+or several of them); the others are sorted by stride, what is contiguous is merged, and every index of what
+remains is a run of its own. Padding between runs is never touched.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,7 +73,8 @@ class BlockRuns:
 
 
 def derive_runs(kv_caches: Mapping[str, KVTensor], block_count: int) -> BlockRuns:
-    """The runs of the layers of one group, in the mapping's order; ConfigError names the layer that can't be expressed."""
+    """The runs of the layers of one group, in the mapping's order; ConfigError names the layer that can't
+    be expressed."""
     if not kv_caches:
         raise ConfigError("a cache group needs at least one layer")
     if block_count <= 0:
@@ -95,7 +96,8 @@ def derive_runs(kv_caches: Mapping[str, KVTensor], block_count: int) -> BlockRun
 
 
 def _runs_of_layer(name: str, tensor: KVTensor, block_count: int) -> tuple[list[int], int, int]:
-    """Offsets of a block's runs from the tensor's start, in address order; their length; the block stride; all bytes."""
+    """Offsets of a block's runs from the tensor's start, in address order; their length; the block stride;
+    all bytes."""
     shape, element_bytes = tuple(tensor.shape), tensor.element_size()
     strides = tuple(step * element_bytes for step in tensor.stride())
     if len(shape) < 2 or 0 in shape:
