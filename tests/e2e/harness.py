@@ -239,7 +239,11 @@ class EngineProcess:
         os.close(their_commands)
         os.close(their_answers)
         self.is_alive = True
-        self.call_child("start", self.spec.llm_arguments(self._model), timeout_s=timeout_s)
+        try:
+            self.call_child("start", self.spec.llm_arguments(self._model), timeout_s=timeout_s)
+        except EngineError:
+            self.stop()
+            raise
         return self
 
     @property

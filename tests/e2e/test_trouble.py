@@ -115,7 +115,7 @@ def test_a_pool_that_evicts_all_the_time_never_fails_a_load(engines: EnginePool,
 
 def test_preempted_requests_resume_and_are_answered_right(engines: EnginePool, small: EngineSpec) -> None:
     engine = engines.get(small)
-    prompts = [random_prompt(200, seed=2300 + i, max_tokens=90) for i in range(4)]
+    prompts = [random_prompt(200, seed=2300 + i, max_tokens=60) for i in range(4)]
     cold = [engine.generate(prompt) for prompt in prompts]
     before = engine.metrics()["vllm:num_preemptions"]
     engine.poison()
