@@ -172,7 +172,8 @@ nb::dict stats_dict(const Pool& pool) {
   X(objects)
   X(slabs)
   X(free_slabs)
-  X(slots) X(processes) X(namespaces) X(evicted) X(orphaned) X(reserved) X(published) X(abandoned) X(not_now)
+  X(slots)
+  X(processes) X(namespaces) X(evicted) X(orphaned) X(reserved) X(published) X(abandoned) X(not_now)
       X(takeovers) X(rebuilds) X(reaped) X(full) X(slab_moves) X(cleared) X(removed_total) X(pinned)
           X(pinned_here) X(deferred_here)
 #undef X
@@ -304,7 +305,7 @@ NB_MODULE(_native, m) {
           [](const Pool& p, const std::string& prefix, nb::handle hashes) {
             Texts texts(hashes, true);
             nb::gil_scoped_release release;
-            return p.match(texts.views.size(), texts.views, prefix);
+            return p.match(texts.views, prefix);
           },
           "prefix"_a, "hashes"_a)
       .def(

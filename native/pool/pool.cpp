@@ -44,26 +44,27 @@ void Pool::lookup(std::span<const Digest> keys, bool* hits) const {
   Index(*s).lookup(keys.data(), keys.size(), hits);
 }
 
-std::size_t Pool::match(std::size_t count, const std::vector<std::string_view>& hashes,
-                        std::string_view prefix) const {
-  constexpr std::size_t kStep = 64;
+std::size_t Pool::match(const std::vector<std::string_view>& hashes, std::string_view prefix) const {
+  constexpr std::size_t kMostAhead = 512;
   auto s = segment();
   Index index(*s);
   RawHasher hasher(prefix, s->hash_seed());
-  Digest digests[kStep];
-  bool hits[kStep];
-  for (std::size_t done = 0; done < count;) {
-    std::size_t n = std::min(kStep, count - done);
+  Digest digests[kMostAhead];
+  bool hits[kMostAhead];
+  std::size_t done = 0;
+  // Short steps first: many prompts match little, and what is hashed beyond the first miss is wasted.
+  for (std::size_t step = 32; done < hashes.size(); step = std::min(2 * step, kMostAhead)) {
+    const std::size_t n = std::min(step, hashes.size() - done);
     for (std::size_t i = 0; i < n; i++) {
       digests[i] = hasher(hashes[done + i]);
       index.prefetch_home(digests[i]);
     }
     index.lookup(digests, n, hits);
-    std::size_t leading = std::size_t(std::find(hits, hits + n, false) - hits);
+    const std::size_t leading = std::size_t(std::find(hits, hits + n, false) - hits);
     done += leading;
-    if (leading < n) return done;
+    if (leading < n) break;
   }
-  return count;
+  return done;
 }
 
 u64 Pool::removed_head() const {

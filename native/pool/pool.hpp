@@ -51,8 +51,8 @@ class Pool {
 
   // Without the lock.
   void lookup(std::span<const Digest> keys, bool* hits) const;
-  std::size_t match(std::size_t count, const std::vector<std::string_view>& hashes,
-                    std::string_view prefix) const;
+  // How many of prefix + hex(hash) are published before the first that isn't.
+  std::size_t match(const std::vector<std::string_view>& hashes, std::string_view prefix) const;
   std::optional<u64> removed_since(u64 cursor,
                                    std::vector<Digest>& removed) const;  // the new cursor; none: lost
   u64 removed_head() const;

@@ -74,6 +74,37 @@ def test_a_death_at_each_point_of_every_verb_is_repaired(
     assert countdown > 200
 
 
+def test_a_death_at_each_point_of_the_repair_is_repaired(
+    make_pool: Callable[..., Pool], zygote: Zygote
+) -> None:
+    """Scenario: the lock's holder dies, the next to take it dies while it repairs, and so on."""
+    repaired = 0
+    for countdown in range(1, 60):
+        pool = make_pool(slots=48)
+        ns = pool.namespace("script")
+        keys = [f"x{i}" for i in range(30)]
+        store(pool, ns, keys, [None, *keys[:-1]])
+        pins, _ = pool.acquire(keys[3:6])
+        with zygote.episode():
+            holder = zygote.spawn("serve", pool.handle.path)
+            holder.call("arm", 30)
+            with pytest.raises(EOFError):
+                holder.call("store", ns, [f"y{i}" for i in range(30)])
+            holder.wait_until_dead()
+            for _ in range(2):
+                successor = zygote.spawn("script", pool.handle.path, countdown)
+                with pytest.raises(EOFError):
+                    successor.receive()
+                successor.wait_until_dead()
+            assert pool.release(pins).tolist() == [Outcome.RELEASED] * 3
+            repaired += pool.stats()["takeovers"] >= 3
+            pool.audit()
+            assert_payloads_are_right(pool, keys)
+            assert_nothing_is_left(pool, 48)
+        pool.close()
+    assert repaired > 20
+
+
 def test_random_kills_leave_nothing(make_pool: Callable[..., Pool], zygote: Zygote) -> None:
     """KILLS deaths: half inside a critical section, half from outside at any moment, up to three at work
     at once."""

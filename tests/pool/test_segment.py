@@ -260,7 +260,7 @@ def test_a_damaged_header_field_is_refused(pool_file: Path, field: str, damage: 
     ones = 2 ** (8 * struct.calcsize(kind)) - 1
     damaged = {"flip": value ^ (1 << 5), "zero": 0, "ones": ones}[damage]
     if damaged == value:
-        pytest.skip("that is its value")
+        damaged += 1
     struct.pack_into("<" + kind, data, offset, damaged)
     with pool_file.open("r+b") as file:
         file.write(data)

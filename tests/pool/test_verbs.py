@@ -227,6 +227,16 @@ def test_raw_hashes_are_the_same_keys(make_pool: MakePool) -> None:
     pool.audit()
 
 
+@pytest.mark.parametrize("gap", [0, 1, 31, 32, 33, 95, 96, 97, 991, 992, 1503, 1504, 1999, None])
+def test_a_match_ends_at_the_first_gap_however_far(make_pool: MakePool, gap: int | None) -> None:
+    pool = make_pool(slots=2000, slab_slots=2000)
+    hashes = [i.to_bytes(4, "big") * 8 for i in range(2000)]
+    pool.publish(pool.reserve_raw(pool.namespace("a"), "p:", hashes, 10)[0])
+    if gap is not None:
+        pool.remove(["p:" + hashes[gap].hex()])
+    assert pool.match("p:", hashes) == (2000 if gap is None else gap)
+
+
 def test_keys_may_be_any_text(make_pool: MakePool) -> None:
     pool = make_pool()
     keys = ["", "ü", "日本", "\0", "x" * 100_000]
