@@ -17,13 +17,13 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 pytest.importorskip("vllm", reason="vLLM isn't installed: run `make setup`")
 
-import scripted_runtime  # noqa: E402
-from scripted import ScriptedEngine, Shape  # noqa: E402
-from scripted_runtime import WatchedRuntime  # noqa: E402
+import scripted_runtime
+from scripted import ScriptedEngine, Shape
+from scripted_runtime import WatchedRuntime
 
-from umbp.options import parse_options  # noqa: E402
-from umbp.runtime.base import IUMBPRuntime  # noqa: E402
-from umbp.testing.reference import ReferenceRuntime  # noqa: E402
+from umbp.options import parse_options
+from umbp.runtime.base import IUMBPRuntime
+from umbp.testing.reference import ReferenceRuntime
 
 MakeEngine = Callable[..., ScriptedEngine]
 MakePool = Callable[..., WatchedRuntime]
@@ -55,7 +55,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("scripted")
 
 
-@pytest.fixture()
+@pytest.fixture
 def options_of() -> Iterator[Callable[[IUMBPRuntime], dict[str, object]]]:
     """The connector's options that make it use the given runtime."""
     names = itertools.count()
@@ -83,7 +83,7 @@ def make_pool(request: pytest.FixtureRequest) -> MakePool:
     return make
 
 
-@pytest.fixture()
+@pytest.fixture
 def make_engine(root: Path, options_of: Any) -> Iterator[MakeEngine]:
     """Engines over a given runtime, closed at the end."""
     engines = []

@@ -411,8 +411,9 @@ class ScriptedEngine:
         assert self.scheduler.reset_prefix_cache()
 
     def change_weights(self) -> bool:
-        """Empty the engine's cache and the pool, as after an update of the model's weights. If that is told to
-        have worked, the same tokens make another KV from now on: whatever is old shows."""
+        """Empty the engine's cache and the pool, as after an update of the model's weights. If that is told
+        to have worked, the same tokens make another KV from now on: whatever is old shows.
+        """
         worked = self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         if worked:
             self._chains.change_weights()
@@ -501,8 +502,8 @@ class ScriptedEngine:
         lost = set().union(*(result.invalid_block_ids for result in results))
         if unexplained := {blocks[0] for blocks in wrong.values()} - lost:
             raise WrongByteError(
-                f"step {self.steps}: blocks {sorted(unexplained)} hold wrong bytes that no rank has reported; "
-                f"requests and their wrong blocks: {wrong}"
+                f"step {self.steps}: blocks {sorted(unexplained)} hold wrong bytes, and no rank has reported "
+                f"them; requests and their wrong blocks: {wrong}"
             )
         if lost:
             self.invalid_blocks.append(lost)
@@ -533,8 +534,9 @@ class ScriptedEngine:
     # The model
 
     def _forward(self, rows: list[Row]) -> dict[str, list[int]]:
-        """Compute all rows on all ranks; each request's blocks that hold wrong bytes, in order, where there are
-        any. What is computed from those is spoiled, and whatever is computed from that."""
+        """Compute all rows on all ranks; returns each request's blocks that hold wrong bytes, in order, where
+        there are any. What is computed from those is spoiled, and whatever is computed from that.
+        """
         for row in rows:
             right = self._chains.of(row.request, row.end)[row.start :]
             for index, rank in enumerate(self.ranks):

@@ -103,7 +103,10 @@ def test_evictions_are_counted(make_pool: Any, make_engine: Any) -> None:
         engine.run(tokens(100, seed))
     worker = engine.ranks[0].connector.worker_side
     worker._next_gauges_s = 0.0
-    assert engine.stats.counters.get("evicted_objects", 0) + worker.take_stats().counters["evicted_objects"] >= 16
+    assert (
+        engine.stats.counters.get("evicted_objects", 0) + worker.take_stats().counters["evicted_objects"]
+        >= 16
+    )
 
 
 def test_stats_that_reach_the_front_end_are_plain_values(make_pool: Any, make_engine: Any) -> None:
@@ -167,7 +170,8 @@ def test_gauges_of_ranks_are_summed_and_the_latest_counts() -> None:
 def test_prometheus_is_given_every_counter_and_gauge(make_engine: Any) -> None:
     config = make_engine(ReferenceRuntime()).config
     kinds = {
-        kind: kind for kind in (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
+        kind: kind
+        for kind in (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
     }
     before = set(prometheus_client.REGISTRY._collector_to_names)
     metrics = UMBPPromMetrics(config, kinds, ["model_name", "engine"], {0: ["m", "0"]})
@@ -193,7 +197,9 @@ def test_prometheus_is_given_every_counter_and_gauge(make_engine: Any) -> None:
 
 def test_an_entry_closes_once_when_every_rank_has_reported() -> None:
     closed: list[tuple[Any, set[tuple[int, bytes]]]] = []
-    ledger: Ledger[StoreEntry] = Ledger(2, lambda entry, result: closed.append((entry, result.failed_objects)))
+    ledger: Ledger[StoreEntry] = Ledger(
+        2, lambda entry, result: closed.append((entry, result.failed_objects))
+    )
     entry = StoreEntry((1, 2), BLOCK)
     event = ledger.open(entry)
     ledger.report(event, StoreEventResult(0, {(0, b"a")}))

@@ -1,4 +1,4 @@
-"""What can't be loaded or stored costs a recomputation: never a wrong byte, never a request, never the same again."""
+"""What can't be loaded or stored costs a recomputation: never a wrong byte nor a request, and only once."""
 
 from __future__ import annotations
 
@@ -75,8 +75,10 @@ def test_with_all_loads_failing_all_is_computed(make_pool: Any, make_engine: Any
 def test_no_rank_keeps_what_was_computed_from_a_load_that_failed_on_another(
     make_engine: Any, loser: int, place: int
 ) -> None:
-    """Scenario: the load of a step fails on one rank, and the forward of that step computes garbage on all of
-    them. The other rank has nothing to complain of; had it stored its blocks, a later engine would load them."""
+    """Scenario: the load of a step fails on one rank, and the forward of that step computes garbage on all
+    of them. The other rank has nothing to complain of; had it stored its blocks, a later engine would load
+    them.
+    """
     pool = ReferenceRuntime()
     prompt = tokens(4 * BLOCK) + tokens(4 * BLOCK + 1, 3)
     healthy = make_engine(pool, {"load_async": False}, ranks=2)
@@ -95,8 +97,10 @@ def test_no_rank_keeps_what_was_computed_from_a_load_that_failed_on_another(
 def test_what_a_failed_synchronous_load_left_unfilled_is_not_served_to_others(
     make_pool: Any, make_engine: Any
 ) -> None:
-    """Scenario: the engine offers a synchronous load's blocks to others from admission on. One request arrives
-    in the same step; the loading one is aborted before it could compute its blocks anew; one arrives then."""
+    """Scenario: the engine offers a synchronous load's blocks to others from admission on. One request
+    arrives in the same step; the loading one is aborted before it could compute its blocks anew; one arrives
+    then.
+    """
     runtime = PickyRuntime(make_pool(), lambda rank, index, key: index == 1)
     engine = make_engine(runtime, {"load_async": False}, max_batched_tokens=3 * BLOCK)
     engine.run(tokens(10 * BLOCK + 1))
@@ -181,9 +185,12 @@ def test_a_full_pool_refuses_partly_and_counts_what_it_drops(
     engine.check_drained()
 
 
-def test_a_publish_that_raises_is_a_store_that_failed(make_pool: Any, make_engine: Any) -> None:
-    engine = make_engine(FaultyRuntime(make_pool(), FaultPlan(publishes=1.0)))
+def test_a_publish_that_raises_is_a_store_that_failed_and_is_complained_of_once(
+    make_pool: Any, make_engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(FaultyRuntime(make_pool(), FaultPlan(publishes=1.0)), max_batched_tokens=2 * BLOCK)
     engine.run(tokens(100), 3)
+    assert sum("failed to publish" in record.getMessage() for record in caplog.records) == 1
     assert engine.count("stored_tokens") == 0
     assert engine.count("dropped_store_tokens") == 96
     engine.check_drained()

@@ -1,4 +1,4 @@
-"""Whatever the scheduler does to a request, at whatever moment: nothing asserts, nothing leaks, no byte is wrong."""
+"""Whatever is done to a request, at whatever moment: nothing asserts, nothing leaks, no byte is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens before the first step: identity, agreement, refusals in one sentence, warnings, registration."""
+"""Before the first step: identity, agreement, refusals in one sentence, warnings, registration."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROLES = pytest.mark.parametrize("role", list(KVConnectorRole), ids=["scheduler",
 Case = tuple[VllmConfig, KVCacheConfig]
 
 
-@pytest.fixture()
+@pytest.fixture
 def case(root: Path, options_of: Any) -> Case:
     """A configuration of its own for each test, which may change it."""
     config = make_config(root, Shape(extra=options_of(ReferenceRuntime())))
@@ -70,7 +70,7 @@ def sliding_window(config: VllmConfig, cache_config: KVCacheConfig) -> None:
 
 
 def windowed_full_attention(config: VllmConfig, cache_config: KVCacheConfig) -> None:
-    """What vLLM makes of a sliding window where its hybrid cache manager is off, as it is for this connector."""
+    """What vLLM makes of a sliding window where its hybrid cache manager is off, as it is here."""
     spec = full_attention()
     object.__setattr__(spec, "sliding_window", 64)
     group_spec(cache_config, spec)
@@ -196,7 +196,9 @@ def test_the_policy_that_fails_requests_is_warned_of(
     config = make_config(root, Shape(extra=options_of(ReferenceRuntime()), policy=policy))
     with caplog.at_level(logging.WARNING, logger="vllm.umbp"):
         create(KVConnectorRole.SCHEDULER, (config, cache_configs(config)[-1]))
-    said = [record.getMessage() for record in caplog.records if "kv_load_failure_policy" in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "kv_load_failure_policy" in record.getMessage()
+    ]
     assert len(said) == warns
     assert all('"kv_load_failure_policy": "recompute"' in line for line in said)
 
@@ -303,8 +305,7 @@ def other_backend(case: Case) -> Case:
         def get_attn_backend(self) -> Any:
             return SimpleNamespace(get_name=lambda: "FLASH_ATTN")
 
-    config = changed(case, "config.compilation_config.static_forward_context", dict.fromkeys(LAYERS, Layer()))
-    return config
+    return changed(case, "config.compilation_config.static_forward_context", dict.fromkeys(LAYERS, Layer()))
 
 
 def other_rope(case: Case) -> Case:
@@ -324,7 +325,9 @@ def other_spec(case: Case) -> Case:
 def draft_model(case: Case) -> Case:
     draft = SimpleNamespace(model="draft", revision=None)
     return changed(
-        case, "config.speculative_config", SimpleNamespace(method="eagle", model="draft", draft_model_config=draft)
+        case,
+        "config.speculative_config",
+        SimpleNamespace(method="eagle", model="draft", draft_model_config=draft),
     )
 
 
@@ -340,7 +343,9 @@ CHANGES: dict[str, Callable[[Case], Case]] = {
     "heads": other_spec,
     "block_size": lambda case: changed(case, "config.cache_config.block_size", 32),
     "hash_block_size": lambda case: changed(case, "cache.hash_block_size", 8),
-    "hash_algorithm": lambda case: changed(case, "config.cache_config.prefix_caching_hash_algo", "sha256_cbor"),
+    "hash_algorithm": lambda case: changed(
+        case, "config.cache_config.prefix_caching_hash_algo", "sha256_cbor"
+    ),
     "random_seed": lambda case: changed(case, "config.cache_config.prefix_caching_hash_algo", "xxhash"),
     "tp": lambda case: changed(case, "config.parallel_config.tensor_parallel_size", 2),
     "pp": lambda case: changed(case, "config.parallel_config.pipeline_parallel_size", 2),
@@ -410,7 +415,7 @@ def test_this_vllm_is_one_that_is_tested() -> None:
 # Registration
 
 
-@pytest.fixture()
+@pytest.fixture
 def registry() -> Iterator[dict[str, Any]]:
     """vLLM's own, put back as it was."""
     kept = dict(KVConnectorFactory._registry)

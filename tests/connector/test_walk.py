@@ -1,6 +1,7 @@
-"""A random walk: everything that may happen to an engine, in any order, with every byte checked at each step.
+"""A random walk: all that may happen to an engine, in any order, with every byte checked at each step.
 
-`STEPS`, `SEED` and `WALKS` in the environment make it longer, repeat one or take more: a failure prints its seed.
+`STEPS`, `SEED` and `WALKS` in the environment make it longer, repeat one or take more. A failure prints its
+seed.
 """
 
 from __future__ import annotations

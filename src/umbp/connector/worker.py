@@ -40,6 +40,9 @@ logger = init_logger("vllm.umbp")
 GAUGE_INTERVAL_S = 1.0
 """How often a rank looks at its pool's size for the metrics."""
 
+COMPLAINT_INTERVAL_S = 60.0
+"""How often a runtime's exceptions are shown; a backend that is gone may raise in every step."""
+
 
 @dataclass(slots=True)
 class _Running:
@@ -85,6 +88,7 @@ class WorkerSide:
         self._stats = UMBPStats()
         self._evicted_objects = 0.0
         self._next_gauges_s = 0.0
+        self._next_complaint_s = float("-inf")
 
     # Start and end
 
@@ -195,7 +199,8 @@ class WorkerSide:
             try:
                 self._handle.cancel(running.job)
             except Exception:
-                logger.exception("UMBP: the runtime failed to cancel a transfer")
+                if self._may_complain():
+                    logger.exception("UMBP: the runtime failed to cancel a transfer")
 
     def _end_async_load(self, load: _Running, job: TransferJobState) -> None:
         self._end_load(load, job)
@@ -214,7 +219,10 @@ class WorkerSide:
             try:
                 self._handle.publish(job)
             except Exception as error:
-                logger.exception("UMBP: the runtime failed to publish %d objects", len(job.completed_keys))
+                if self._may_complain():
+                    logger.exception(
+                        "UMBP: the runtime failed to publish %d objects", len(job.completed_keys)
+                    )
                 job.completed_keys.clear()
                 job.fail(job.keys, str(error))
         lost = [plan for plan in job.plans if plan.key not in job.completed_keys] if _has_loss(job) else []
@@ -238,10 +246,18 @@ class WorkerSide:
         try:
             return verb(plans)
         except Exception as error:
-            logger.exception("UMBP: the runtime could not begin a transfer of %d objects", len(plans))
+            if self._may_complain():
+                logger.exception("UMBP: the runtime could not begin a transfer of %d objects", len(plans))
             job = TransferJobState(plans)
             job.fail(job.keys, str(error))
             return job
+
+    def _may_complain(self) -> bool:
+        now = self._clock()
+        if now < self._next_complaint_s:
+            return False
+        self._next_complaint_s = now + COMPLAINT_INTERVAL_S
+        return True
 
     def _wait(self, job: TransferJobState) -> TransferJobState:
         if job.status.is_final:
