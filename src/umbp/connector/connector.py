@@ -30,6 +30,7 @@ from umbp.connector.stats import UMBPPromMetrics, UMBPStats
 from umbp.connector.wire import UMBPConnectorMetadata, UMBPHandshakeMetadata
 from umbp.connector.worker import WorkerSide
 from umbp.data import RankTopology
+from umbp.options import parse_options
 
 if TYPE_CHECKING:
     import torch
@@ -167,6 +168,14 @@ class UMBPStoreConnector(KVConnectorBase_V1):
         (self._worker or self.scheduler_side).close()
 
     # What vLLM's front end asks of the class
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """False: nothing of ours runs between layers. vLLM asks while it resolves its configuration for a GPU,
+        long before it loads the model: the moment to refuse bad options.
+        """
+        parse_options(extra_config)
+        return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

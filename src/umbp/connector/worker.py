@@ -85,6 +85,7 @@ class WorkerSide:
         self._finished_loads: set[str] = set()
         self._failed_block_ids: set[int] = set()
         self._is_idle_step = False
+        self._copies_in_place = False
         self._stats = UMBPStats()
         self._evicted_objects = 0.0
         self._next_gauges_s = 0.0
@@ -94,9 +95,10 @@ class WorkerSide:
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Learn the KV caches; layers that share another layer's cache are in it already and are left out."""
-        self._handle.register_buffers(
-            {name: tensor for name, tensor in kv_caches.items() if name in self._planned_layers}
-        )
+        planned = {name: tensor for name, tensor in kv_caches.items() if name in self._planned_layers}
+        self._handle.register_buffers(planned)
+        devices = {str(getattr(tensor, "device", "cpu")) for tensor in planned.values()}
+        self._copies_in_place = self._can.local and devices <= {"cpu"}
 
     def handshake(self) -> UMBPHandshakeMetadata:
         if not self._can.attach:
@@ -125,8 +127,9 @@ class WorkerSide:
             self._end_load(load, self._wait(load.job))
 
     def submit_stores(self, meta: UMBPConnectorMetadata) -> None:
-        """Begin this step's stores, after its forward. A runtime that copies within the host is waited for:
-        then the source blocks are free again when the step ends."""
+        """Begin this step's stores, after its forward. Copies from host memory are waited for: then the
+        source blocks are free again when the step ends. A device goes on computing meanwhile.
+        """
         plans = [localized_plans(group, self._codec) for group in meta.store_plan_groups()]
         if not plans:
             return
@@ -134,7 +137,7 @@ class WorkerSide:
         self._store_parts[meta.store_event] = len(jobs)
         for job in jobs:
             store = _Running(meta.store_event, "", job, self._clock())
-            if self._can.local:
+            if self._copies_in_place:
                 self._end_store(store, self._wait(job))
             else:
                 self._stores.append(store)

@@ -26,6 +26,9 @@ class CopyEngine:
     def threads(self) -> int:
         return self._native.threads
 
+    def fence(self) -> None:
+        """Host memory has no streams: what a caller sees finished is finished."""
+
     def store(
         self,
         runs: BlockRuns,
@@ -34,6 +37,7 @@ class CopyEngine:
         tickets: npt.ArrayLike,
         *,
         checksum: bool = False,
+        fence: object = None,
     ) -> npt.NDArray[np.uint8]:
         """Gathers blocks into slots that this process has reserved; a `CopyStatus` for each."""
         return self._native.store(runs.native, _blocks(block_ids), pool.native, _tickets(tickets), checksum)
@@ -46,6 +50,7 @@ class CopyEngine:
         tickets: npt.ArrayLike,
         *,
         checksum: bool = False,
+        fence: object = None,
     ) -> npt.NDArray[np.uint8]:
         """Scatters acquired objects into blocks; a `CopyStatus` for each. A block whose status isn't OK is
         untouched."""
