@@ -1,4 +1,4 @@
-"""Staged copies move the same bytes as direct ones: on CPU tensors here; on a device only the streams differ."""
+"""Staged copies move the same bytes as direct ones, on CPU tensors; on a device only the streams differ."""
 
 from __future__ import annotations
 

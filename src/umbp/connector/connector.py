@@ -171,8 +171,8 @@ class UMBPStoreConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """False: nothing of ours runs between layers. vLLM asks while it resolves its configuration for a GPU,
-        long before it loads the model: the moment to refuse bad options.
+        """False: nothing of ours runs between layers. vLLM asks while it resolves its configuration for a
+        GPU, long before it loads the model: the moment to refuse bad options.
         """
         parse_options(extra_config)
         return False
