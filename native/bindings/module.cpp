@@ -173,9 +173,10 @@ nb::dict stats_dict(const Pool& pool) {
   X(slabs)
   X(free_slabs)
   X(slots)
-  X(processes) X(namespaces) X(evicted) X(orphaned) X(reserved) X(published) X(abandoned) X(not_now)
-      X(takeovers) X(rebuilds) X(reaped) X(full) X(slab_moves) X(cleared) X(removed_total) X(pinned)
-          X(pinned_here) X(deferred_here)
+  X(processes)
+  X(namespaces) X(evicted) X(orphaned) X(reserved) X(published) X(abandoned) X(not_now) X(takeovers)
+      X(rebuilds) X(reaped) X(full) X(slab_moves) X(cleared) X(removed_total) X(pinned) X(pinned_here)
+          X(deferred_here)
 #undef X
               return d;
 }

@@ -186,6 +186,12 @@ void CopyEngine::load(const Runs& runs, std::span<const i64> blocks, const Pool&
         return;
     }
     scatter(runs, blocks[i], object);
+    // Should this process have been taken for dead meanwhile, the slot may have got another object.
+    ordered();
+    if (segment->is_expelled()) {
+      statuses[i] = CopyStatus::bad_ticket;
+      return;
+    }
     statuses[i] = CopyStatus::ok;
   });
 }

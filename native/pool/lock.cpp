@@ -70,9 +70,16 @@ bool lock_segment(Segment& segment, Patience& patience) {
   }
 }
 
+// Only our own word: had we been taken for dead, the lock would be another's by now.
 void unlock_segment(Segment& segment) {
   std::atomic<u32>& word = segment.header().lock;
-  if (word.exchange(0, std::memory_order_release) & kLockWaiters) futex_wake_one(word);
+  const u32 mine = lock_word(segment.process_slot(), segment.process_generation());
+  u32 seen = word.load(std::memory_order_relaxed);
+  while ((seen & ~kLockWaiters) == mine) {
+    if (!word.compare_exchange_weak(seen, 0, std::memory_order_release, std::memory_order_relaxed)) continue;
+    if (seen & kLockWaiters) futex_wake_one(word);
+    return;
+  }
 }
 
 }  // namespace umbp

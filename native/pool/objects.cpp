@@ -150,6 +150,11 @@ Locked::Locked(Segment& segment, Patience& patience)
     return;
   }
   try {
+    if (segment.is_expelled())
+      throw SegmentError(
+          "this process was taken for dead and has lost its place in the pool: something in it closed a "
+          "descriptor "
+          "of the pool's file, which drops its byte lock; attach again in a new process");
     std::atomic<u32>& dirty = segment.header().dirty;
     bool repair = dirty.load(std::memory_order_relaxed) != 0;
     dirty.store(1, std::memory_order_relaxed);

@@ -86,6 +86,7 @@ void join_process_table(Segment& s) {
     entry.uid = geteuid();
     entry.attached_ns = monotonic_ns();
     entry.in_use.store(1);
+    s.mark_joined();
   }
   reap_dead(s, patience);
 }

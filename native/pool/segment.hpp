@@ -60,6 +60,14 @@ class Segment {
   std::byte* payload(u32 slot) const;
   Trailer& trailer(u32 slot) const;
 
+  // The process table names us from here on; should it cease to, somebody has taken us for dead.
+  void mark_joined() { is_joined_ = true; }
+  bool is_expelled() const {
+    const Process& entry = process(process_slot_);
+    return is_joined_ && (entry.in_use.load(std::memory_order_relaxed) == 0 ||
+                          entry.generation.load(std::memory_order_relaxed) != process_generation_);
+  }
+
   // Throws in a child of the attaching process.
   void refuse_after_fork() const;
 
@@ -91,6 +99,7 @@ class Segment {
   u32 high_ppm_ = 0, low_ppm_ = 0;
   u32 process_slot_ = kProcessLimit, process_generation_ = 0;
   u64 fork_epoch_ = 0;
+  bool is_joined_ = false;
   std::string name_;
 };
 

@@ -278,6 +278,25 @@ def test_the_successor_in_a_process_slot_inherits_nothing(
     assert_nothing_is_left(pool, 8)
 
 
+def test_a_process_that_lost_its_byte_lock_is_told_and_harms_nobody(
+    make_pool: Callable[..., Pool], zygote: Zygote
+) -> None:
+    """Scenario: something in a living process opens and closes the pool's file; the kernel drops its lock."""
+    pool = make_pool()
+    ns = pool.namespace("a")
+    store(pool, ns, ["x"])
+    careless = zygote.spawn("serve", pool.handle.path)
+    tickets, _ = careless.call("acquire", ["x"])
+    careless.call("close_a_duplicate")
+    assert pool.reap() == 1
+    pool.audit()
+    with pytest.raises(RuntimeError, match="SegmentError: this process was taken for dead"):
+        careless.call("release", tickets)
+    with pytest.raises(RuntimeError, match="SegmentError: this process was taken for dead"):
+        careless.call("store", ns, ["y"])
+    assert_nothing_is_left(pool, 32)
+
+
 def test_readers_of_the_removed_ring_are_told_that_a_repair_may_have_lost_some(
     make_pool: Callable[..., Pool], zygote: Zygote
 ) -> None:

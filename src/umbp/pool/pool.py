@@ -113,7 +113,11 @@ class Pool:
 
     @property
     def handle(self) -> PoolHandle:
-        """Where other processes of this host find the pool, as long as this process has it open."""
+        """Where other processes of this host find the pool, as long as this process has it open.
+
+        Nothing in this process may open or duplicate that descriptor and close it again: the kernel would
+        drop the byte lock by which others see that it lives. (`attach` doesn't.)
+        """
         return PoolHandle(pid=os.getpid(), fd=self.native.fd, boot_id=boot_id())
 
     def close(self) -> None:
