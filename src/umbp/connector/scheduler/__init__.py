@@ -155,7 +155,6 @@ class SchedulerSide:
             meta.load_requests[request_id] = batch
             meta.load_events[request_id] = event
         self._admitted = {}
-        self._filling.clear()
         self._plan_stores(output, meta)
         return meta
 
@@ -163,9 +162,9 @@ class SchedulerSide:
         pinned: list[int] = []
         for request_id, computed_tokens in compat.scheduled_requests(output):
             state = self._requests.get(request_id)
-            if state is None or request_id in meta.load_requests:
+            if state is None or state.is_loading:
                 # A step that waits for a request's load computes garbage on every rank if the load fails on
-                # one, and only that rank knows in time: what it computes is stored from the next step on.
+                # one, and only that rank knows in time: what it computes is stored once all have reported.
                 continue
             span = self._planner.storable(state, computed_tokens, output)
             if span is not None:
@@ -258,8 +257,8 @@ class SchedulerSide:
         self._pool.note(request.request_id, phase, request.block_hashes, output_tokens, finish)
 
     def _is_filling(self, request: Request, computed_tokens: int) -> bool:
-        """Whether the engine's own hit has blocks that a synchronous load of this very step will fill:
-        whoever takes such a block now is lost with it if the load fails.
+        """Whether the engine's own hit has blocks that a synchronous load, of this step or one under way,
+        will fill: whoever takes such a block now is lost with it if the load fails.
         """
         hit = request.block_hashes[: computed_tokens // self._block_tokens] if self._filling else ()
         return not self._filling.isdisjoint(hit)
@@ -284,6 +283,7 @@ class SchedulerSide:
                 compat.hide_blocks(self._block_pool, exposed[first:])
 
     def _close_load(self, entry: LoadEntry, result: StoreEventResult) -> None:
+        self._filling.difference_update(entry.block_hashes)
         self._pool.unhold(entry.owner)
         failed = {block_hash for _, block_hash in result.failed_objects}
         for block_hash in failed:
