@@ -13,6 +13,7 @@ import copy
 import itertools
 import json
 import pickle
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -75,6 +76,8 @@ class Shape:
     layout: str = "LBNHC"
     role: str = "kv_both"
     policy: str = "recompute"
+    depth: int = 1
+    """Steps in flight: with 2 the engine plans a step before it knows what the one before has sampled."""
     extra: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -127,6 +130,8 @@ def make_config(root: Path, shape: Shape, **changes: Any) -> VllmConfig:
     }
     config = EngineArgs(**(arguments | changes)).create_engine_config()
     config.cache_config.kv_cache_layout = shape.layout
+    # vLLM has no asynchronous scheduling on CPUs; its scheduler does.
+    config.scheduler_config.async_scheduling = shape.depth > 1
     for layer in LAYERS:
         config.compilation_config.static_forward_context[layer] = AttentionLayer()
     return config
@@ -247,6 +252,15 @@ class Row:
         return self.start + self.count
 
 
+@dataclass(slots=True)
+class Flight:
+    """A step between its plan and its results: the blocks to spoil before it, and its batch."""
+
+    output: SchedulerOutput
+    rows: list[Row]
+    spoiled: list[int]
+
+
 class Chains:
     """The right KV of every request, computed once."""
 
@@ -337,7 +351,9 @@ class ScriptedEngine:
         *per_rank, for_scheduler = cache_configs(self.config)
         self.ranks = [Rank(self.config, one, rank) for rank, one in enumerate(per_rank)]
         scheduler_block, hash_block = resolve_kv_cache_block_sizes(for_scheduler, self.config)
-        self.scheduler = Scheduler(
+        scheduler_class = self.config.scheduler_config.get_scheduler_cls()
+        assert issubclass(scheduler_class, Scheduler)
+        self.scheduler: Scheduler = scheduler_class(
             vllm_config=self.config,
             kv_cache_config=for_scheduler,
             structured_output_manager=StructuredOutputManager(self.config),
@@ -361,6 +377,7 @@ class ScriptedEngine:
         self._hasher = get_request_block_hasher(hash_block, hash_function)
         self._chains = Chains(shape.ranks)
         self._tables: dict[str, list[int]] = {}
+        self._in_flight: deque[Flight] = deque()
         self._ids = itertools.count()
         self.stats = UMBPStats()
         self.finished: dict[str, Request] = {}
@@ -422,7 +439,7 @@ class ScriptedEngine:
     def drain(self, limit: int = 500) -> int:
         """Step until the engine core would go to sleep; how many steps it took."""
         for step in range(limit):
-            if not self.scheduler.has_requests():
+            if not self.scheduler.has_requests() and not self._in_flight:
                 return step
             self.step()
         side = self.connector.scheduler_side
@@ -435,11 +452,31 @@ class ScriptedEngine:
     # One step
 
     def step(self) -> SchedulerOutput:
+        """Plan a step, as late a run of it as the engine's depth allows, and what its results do."""
         self.steps += 1
+        if self._in_flight and not self.scheduler.has_requests():
+            return self._land()
         owners = self._owners()
         output = self.scheduler.schedule()
-        self._spoil_what_changed_owners(owners)
-        rows = self._rows(output)
+        self._in_flight.append(Flight(output, self._rows(output), self._changed_owners(owners)))
+        if len(self._in_flight) == self.shape.depth or not output.num_scheduled_tokens:
+            self._land()
+        return output
+
+    @property
+    def is_in_flight(self) -> bool:
+        return bool(self._in_flight)
+
+    def land(self) -> None:
+        """Let what is in flight end."""
+        while self._in_flight:
+            self._land()
+
+    def _land(self) -> SchedulerOutput:
+        flight = self._in_flight.popleft()
+        output, rows = flight.output, flight.rows
+        for rank in self.ranks:
+            rank.memory.spoil(flight.spoiled)
         runner_output = self._execute(output, rows)
         self.between()
         core_outputs = self.scheduler.update_from_output(output, runner_output)
@@ -476,7 +513,10 @@ class ScriptedEngine:
         table = self._tables[request_id]
         assert table == self.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
         return Row(
-            self.scheduler.requests[request_id], table, computed, output.num_scheduled_tokens[request_id]
+            self.scheduler.requests[request_id],
+            list(table),
+            computed,
+            output.num_scheduled_tokens[request_id],
         )
 
     def _execute(self, output: SchedulerOutput, rows: list[Row]) -> ModelRunnerOutput:
@@ -492,7 +532,8 @@ class ScriptedEngine:
             rank.connector.bind_connector_metadata(meta)
             if output.has_sync_kv_loads:
                 rank.connector.start_load_kv(context)
-        wrong = self._forward(rows)
+        # A request that ended meanwhile may lack the token that the step was to compute.
+        wrong = self._forward([row for row in rows if row.end <= row.request.num_tokens])
         results = []
         for rank in self.ranks:
             if not output.has_sync_kv_loads:
@@ -582,16 +623,15 @@ class ScriptedEngine:
             for block in self.pool.blocks
         }
 
-    def _spoil_what_changed_owners(self, before: Mapping[int, tuple[Any, frozenset[str]]]) -> None:
-        """A block with a new owner keeps its bytes only where the engine's own cache handed them on."""
-        spoiled = []
+    def _changed_owners(self, before: Mapping[int, tuple[Any, frozenset[str]]]) -> list[int]:
+        """Blocks to spoil: with new owners, and not handed on to them by the engine's own cache."""
+        changed = []
         for block_id, (block_hash, requests) in self._owners().items():
             old_hash, old_requests = before[block_id]
             is_handed_on = block_hash is not None and block_hash == old_hash
             if requests and not requests & old_requests and not is_handed_on:
-                spoiled.append(block_id)
-        for rank in self.ranks:
-            rank.memory.spoil(spoiled)
+                changed.append(block_id)
+        return changed
 
     # Accounts
 

@@ -143,6 +143,18 @@ def test_a_lost_block_is_not_promised_to_anyone_for_a_while(make_pool: Any, make
     assert engine.count("failed_load_requests") == 1
 
 
+def test_a_request_that_lost_a_load_is_not_promised_anything_again(make_pool: Any, make_engine: Any) -> None:
+    """Scenario: the first block is lost, so the engine starts the request anew and asks for it again."""
+    runtime = PickyRuntime(make_pool(), lambda rank, index, key: index == 0)
+    engine = make_engine(runtime)
+    engine.connector.scheduler_side._quarantine._seconds = 0.0
+    engine.run(tokens(100))
+    engine.forget_prefixes()
+    engine.add(tokens(100), 2)
+    assert engine.drain() < STEPS_ENOUGH
+    assert runtime.loads == [6]
+
+
 def test_quarantine_ends_after_its_time_and_is_bounded() -> None:
     clock = TickClock()
     quarantine = Quarantine(clock, seconds=30, limit=3)

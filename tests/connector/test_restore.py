@@ -135,6 +135,25 @@ def test_generated_tokens_are_stored_only_with_save_decode_cache(make_pool: Any,
         assert engine.restored_tokens() == restored
 
 
+@WAYS
+@RANKS
+def test_an_engine_that_plans_a_step_ahead_stores_and_restores_the_same(
+    make_pool: Any, make_engine: Any, load_async: bool, ranks: int
+) -> None:
+    options = {"load_async": load_async, "save_decode_cache": True}
+    engine = make_engine(make_pool(), options, ranks=ranks, depth=2)
+    first = engine.run(tokens(100), 40)
+    assert engine.count("stored_tokens") == 8 * BLOCK
+    engine.forget_prefixes()
+    again = engine.run(tokens(100), 40)
+    assert list(again.output_token_ids) == list(first.output_token_ids)
+    assert engine.restored_tokens() == 96
+    engine.forget_prefixes()
+    engine.run(list(first.all_token_ids))
+    assert engine.restored_tokens() == 96 + 8 * BLOCK
+    engine.check_drained()
+
+
 def test_a_token_that_was_sampled_but_not_computed_is_never_stored(make_pool: Any, make_engine: Any) -> None:
     engine = make_engine(make_pool(), {"save_decode_cache": True})
     request = engine.run(tokens(BLOCK), BLOCK)

@@ -32,11 +32,13 @@ def loading(engine: ScriptedEngine, prompt: list[int], max_tokens: int = 2) -> R
 
 @WAYS
 @RANKS
+@pytest.mark.parametrize("depth", [1, 2])
 def test_preempted_requests_resume_and_end_as_if_nothing_had_been(
-    make_pool: Any, make_engine: Any, load_async: bool, ranks: int
+    make_pool: Any, make_engine: Any, load_async: bool, ranks: int, depth: int
 ) -> None:
     pool = make_pool()
-    engine = make_engine(pool, {"load_async": load_async, "save_decode_cache": True}, blocks=20, ranks=ranks)
+    options = {"load_async": load_async, "save_decode_cache": True}
+    engine = make_engine(pool, options, blocks=20, ranks=ranks, depth=depth)
     alone = [list(engine.run(tokens(80, seed), 60).output_token_ids) for seed in range(3)]
     engine.forget_prefixes()
     together = [engine.add(tokens(80, seed), 60) for seed in range(3)]
@@ -356,9 +358,11 @@ def test_what_a_running_request_computed_before_a_clear_is_not_stored_after_it(
     request = engine.add(tokens(100), 40)
     for _ in range(5):
         engine.step()
+    stored = engine.count("stored_tokens")
     engine.scheduler.reset_connector_cache()
     engine.drain()
     assert request.request_id in engine.finished
+    assert engine.count("stored_tokens") == stored == 96
     engine.forget_prefixes()
     engine.run(tokens(100))
     assert engine.restored_tokens() == 0

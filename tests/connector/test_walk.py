@@ -53,9 +53,13 @@ class Walk:
             runtime = plain(SlowRuntime(runtime, pace), local=False)
         if is_faulty:
             runtime = FaultyRuntime(runtime, FAULTS)
+        depth = random.choice([1, 1, 2])
+        # With two steps in flight vLLM doesn't survive a synchronous load that fails.
+        load_async = random.random() < 0.6 or (depth == 2 and is_faulty)
         self.engine = make_engine(
             runtime,
-            {"load_async": random.random() < 0.6, "save_decode_cache": random.random() < 0.5},
+            {"load_async": load_async, "save_decode_cache": random.random() < 0.5},
+            depth=depth,
             ranks=random.choice([1, 2]),
             blocks=random.choice([20, 28, 48]),
             prefix_caching=random.random() < 0.8,
@@ -98,6 +102,8 @@ class Walk:
             self.counts["added"] += 1
         if live and random.random() < 0.06:
             self.abort(random.choice(live))
+        if random.random() < 0.1:
+            self.engine.land()
         if random.random() < 0.1 and self.can_preempt_all():
             self.engine.scheduler.reset_prefix_cache(reset_running_requests=random.random() < 0.5)
         if self.clears and random.random() < 0.02:
@@ -129,7 +135,7 @@ class Walk:
             if any(scheduler.kv_cache_manager.get_block_ids(request.request_id))
         ]
         return all(request.status == RequestStatus.RUNNING for request in holders) and not (
-            self.engine.connector.has_pending_push_work()
+            self.engine.connector.has_pending_push_work() or self.engine.is_in_flight
         )
 
     def check(self) -> None:
