@@ -166,19 +166,14 @@ U64Array digest_array(const std::vector<Digest>& digests) {
 nb::dict stats_dict(const Pool& pool) {
   Stats s = pool.stats();
   nb::dict d;
+  // clang-format off
 #define X(name) d[#name] = s.name;
-  X(capacity_bytes)
-  X(used_bytes)
-  X(objects)
-  X(slabs)
-  X(free_slabs)
-  X(slots)
-  X(processes)
-  X(namespaces) X(evicted) X(orphaned) X(reserved) X(published) X(abandoned) X(not_now) X(takeovers)
-      X(rebuilds) X(reaped) X(full) X(slab_moves) X(cleared) X(removed_total) X(pinned) X(pinned_here)
-          X(deferred_here)
+  X(capacity_bytes) X(used_bytes) X(objects) X(slabs) X(free_slabs) X(slots) X(processes) X(namespaces)
+  X(evicted) X(orphaned) X(reserved) X(published) X(abandoned) X(not_now) X(takeovers) X(rebuilds)
+  X(reaped) X(full) X(slab_moves) X(cleared) X(removed_total) X(pinned) X(pinned_here) X(deferred_here)
 #undef X
-              return d;
+      // clang-format on
+      return d;
 }
 
 template <class T>

@@ -39,16 +39,12 @@ enum class SegmentState : u32 { initialising = 0, ready = 1, destroyed = 2 };
 
 // Everything that fixes where things lie. The last fields follow from the first three; an attacher computes
 // them afresh and compares, so a damaged field is found by name.
-#define UMBP_GEOMETRY_FIELDS(X)                                                                              \
-  X(capacity_bytes)                                                                                          \
-  X(slab_bytes)                                                                                              \
-  X(min_object_bytes)                                                                                        \
-  X(slab_count)                                                                                              \
-  X(slots_per_slab)                                                                                          \
-  X(max_slots)                                                                                               \
-  X(index_entries)                                                                                           \
-  X(processes_at) X(namespaces_at) X(classes_at) X(slabs_at) X(ring_at) X(index_at) X(records_at) X(pins_at) \
-      X(pin_row_bytes) X(arena_at) X(total_bytes)
+// clang-format off
+#define UMBP_GEOMETRY_FIELDS(X)                                                                  \
+  X(capacity_bytes) X(slab_bytes) X(min_object_bytes) X(slab_count) X(slots_per_slab)            \
+  X(max_slots) X(index_entries) X(processes_at) X(namespaces_at) X(classes_at) X(slabs_at)       \
+  X(ring_at) X(index_at) X(records_at) X(pins_at) X(pin_row_bytes) X(arena_at) X(total_bytes)
+// clang-format on
 
 struct Geometry {
 #define X(name) u64 name = 0;

@@ -119,30 +119,36 @@ u32 reap_dead(Segment& s, Patience& patience) {
 }
 
 bool sweep_namespace(Segment& s, u32 ns, Patience& patience) {
-  u64 slab_index = 0, position = 0;
+  u64 slab = 0, position = 0;
+  u32 target = 0;  // the epoch that this walk has swept for from its first slab on
   for (;;) {
     Locked lock(s, patience);
     if (!lock) return false;
     Namespace& entry = s.ns(ns);
-    u32 epoch = entry.epoch.load(std::memory_order_relaxed);
+    const u32 epoch = entry.epoch.load(std::memory_order_relaxed);
+    if (slab == 0 && position == 0) target = epoch;
     u64 looked = 0, changed = 0;
-    for (; slab_index < s.geometry().slab_count; slab_index++, position = 0) {
-      u32 first = lock->space.first_slot(u32(slab_index));
-      for (; position < lock->space.slots_in(u32(slab_index)); position++) {
-        if (++looked > kSweepBatch || changed > kChangeBatch) break;
-        u32 slot = first + u32(position);
-        SlotRecord& r = s.record(slot);
-        SlotState state = lock->state(slot);
-        if ((state != SlotState::published && state != SlotState::reserved) || r.ns != ns || r.epoch == epoch)
-          continue;
-        lock->drop(slot);
-        changed++;
+    while (slab < s.geometry().slab_count && looked < kSweepBatch && changed < kChangeBatch) {
+      looked++;
+      if (position >= lock->space.slots_in(u32(slab))) {
+        slab++;
+        position = 0;
+        continue;
       }
-      if (++looked > kSweepBatch || changed > kChangeBatch) break;
+      const u32 slot = lock->space.first_slot(u32(slab)) + u32(position++);
+      const SlotRecord& r = s.record(slot);
+      const SlotState state = lock->state(slot);
+      const bool is_stored = state == SlotState::published || state == SlotState::reserved;
+      if (!is_stored || r.ns != ns || r.epoch == epoch) continue;
+      lock->drop(slot);
+      changed++;
     }
-    if (slab_index < s.geometry().slab_count) continue;
-    entry.swept_epoch = epoch;
-    return true;
+    if (slab < s.geometry().slab_count) continue;
+    if (epoch == target) {
+      entry.swept_epoch = epoch;
+      return true;
+    }
+    slab = position = 0;  // cleared once more while we walked: what was stored in between may lie behind us
   }
 }
 
