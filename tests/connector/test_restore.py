@@ -135,13 +135,11 @@ def test_generated_tokens_are_stored_only_with_save_decode_cache(make_pool: Any,
         assert engine.restored_tokens() == restored
 
 
-@WAYS
 @RANKS
 def test_an_engine_that_plans_a_step_ahead_stores_and_restores_the_same(
-    make_pool: Any, make_engine: Any, load_async: bool, ranks: int
+    make_pool: Any, make_engine: Any, ranks: int
 ) -> None:
-    options = {"load_async": load_async, "save_decode_cache": True}
-    engine = make_engine(make_pool(), options, ranks=ranks, depth=2)
+    engine = make_engine(make_pool(), {"save_decode_cache": True}, ranks=ranks, depth=2)
     first = engine.run(tokens(100), 40)
     assert engine.count("stored_tokens") == 8 * BLOCK
     engine.forget_prefixes()

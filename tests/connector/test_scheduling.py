@@ -30,9 +30,10 @@ def loading(engine: ScriptedEngine, prompt: list[int], max_tokens: int = 2) -> R
     return request
 
 
-@WAYS
 @RANKS
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("load_async", "depth"), [(True, 1), (False, 1), (True, 2)], ids=["async", "sync", "ahead"]
+)
 def test_preempted_requests_resume_and_end_as_if_nothing_had_been(
     make_pool: Any, make_engine: Any, load_async: bool, ranks: int, depth: int
 ) -> None:

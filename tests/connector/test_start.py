@@ -186,6 +186,16 @@ def test_hashes_with_a_random_seed_are_accepted_only_where_one_process_hashes(
     support.require_shareable_hashes(config, parse_options({"mode": "standalone", "pool": "p"}))
 
 
+@ROLES
+def test_synchronous_loads_are_refused_where_the_engine_plans_ahead(
+    root: Path, options_of: Any, role: KVConnectorRole
+) -> None:
+    extra = options_of(ReferenceRuntime()) | {"load_async": False}
+    config = make_config(root, Shape(depth=2, extra=extra))
+    with pytest.raises(ConfigError, match=r"'load_async': false .* --no-async-scheduling$"):
+        create(role, (config, cache_configs(config)[0]))
+
+
 # Warnings
 
 

@@ -54,8 +54,7 @@ class Walk:
         if is_faulty:
             runtime = FaultyRuntime(runtime, FAULTS)
         depth = random.choice([1, 1, 2])
-        # With two steps in flight vLLM doesn't survive a synchronous load that fails.
-        load_async = random.random() < 0.6 or (depth == 2 and is_faulty)
+        load_async = random.random() < 0.6 or depth == 2
         self.engine = make_engine(
             runtime,
             {"load_async": load_async, "save_decode_cache": random.random() < 0.5},

@@ -87,6 +87,7 @@ def _checked_options(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     options = parse_options(_transfer(vllm_config).kv_connector_extra_config)
     support.require_supported(vllm_config, kv_cache_config)
     support.require_shareable_hashes(vllm_config, options)
+    support.require_safe_loads(vllm_config, options)
     return options
 
 

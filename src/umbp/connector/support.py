@@ -52,6 +52,17 @@ def require_shareable_hashes(vllm_config: VllmConfig, options: Options) -> None:
         )
 
 
+def require_safe_loads(vllm_config: VllmConfig, options: Options) -> None:
+    """Refuse synchronous loads where the engine plans a step before the results of the last are in: there it
+    goes on computing from a load that has failed, and may never end.
+    """
+    if not options.load_async and vllm_config.max_concurrent_batches > 1:
+        raise ConfigError(
+            "option 'load_async': false is not safe while vLLM schedules asynchronously, which then goes on "
+            "from a load that has failed: leave the option out, or start vLLM with --no-async-scheduling"
+        )
+
+
 def warn_of_risks(vllm_config: VllmConfig, options: Options) -> None:
     """Say once, at start, what is allowed but may surprise."""
     transfer = vllm_config.kv_transfer_config
