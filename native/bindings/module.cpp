@@ -246,28 +246,36 @@ NB_MODULE(_native, m) {
       },
       "capacity_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a);
 
-  auto parameters = [](u64 capacity, u64 slab, u64 smallest, double high, double low) {
-    return CreateParameters{capacity, slab, smallest, u32(high * 1e6 + 0.5), u32(low * 1e6 + 0.5)};
+  auto parameters = [](u64 capacity, u64 slab, u64 smallest, double high, double low,
+                       nb::callable& may_take) {
+    return CreateParameters{
+        capacity, slab, smallest, u32(high * 1e6 + 0.5), u32(low * 1e6 + 0.5), [&may_take](u64 left_bytes) {
+          nb::gil_scoped_acquire hold;
+          may_take(left_bytes);
+        }};
   };
   nb::class_<Pool>(m, "Pool")
       .def_static(
           "create_memfd",
-          [parameters](u64 capacity, u64 slab, u64 smallest, double high, double low, double patience_s) {
+          [parameters](u64 capacity, u64 slab, u64 smallest, double high, double low, double patience_s,
+                       nb::callable may_take) {
             nb::gil_scoped_release release;
-            return new Pool(Segment::create_memfd(parameters(capacity, slab, smallest, high, low)),
+            return new Pool(Segment::create_memfd(parameters(capacity, slab, smallest, high, low, may_take)),
                             u64(patience_s * 1e9));
           },
-          "capacity_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "high"_a, "low"_a, "lock_patience_s"_a)
+          "capacity_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "high"_a, "low"_a, "lock_patience_s"_a,
+          "may_take"_a)
       .def_static(
           "create_file",
           [parameters](const std::string& path, u64 capacity, u64 slab, u64 smallest, double high, double low,
-                       double patience_s) {
+                       double patience_s, nb::callable may_take) {
             nb::gil_scoped_release release;
-            return new Pool(Segment::create_file(path, parameters(capacity, slab, smallest, high, low)),
-                            u64(patience_s * 1e9));
+            return new Pool(
+                Segment::create_file(path, parameters(capacity, slab, smallest, high, low, may_take)),
+                u64(patience_s * 1e9));
           },
           "path"_a, "capacity_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "high"_a, "low"_a,
-          "lock_patience_s"_a)
+          "lock_patience_s"_a, "may_take"_a)
       .def_static(
           "attach",
           [](const std::string& path, double patience_s) {

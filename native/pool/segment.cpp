@@ -116,7 +116,9 @@ bool Segment::back_range(u64 offset, u64 bytes) const {
   return true;
 }
 
-static void reserve_memory(int fd, const Geometry& geometry) {
+constexpr u64 kPortionBytes = 256ull << 20;
+
+static void reserve_memory(int fd, const Geometry& geometry, const std::function<void(u64)>& may_take) {
   auto take = [&](u64 from, u64 bytes) {
     while (fallocate(fd, 0, i64(from), i64(bytes)) != 0) {
       if (errno == EINTR) continue;
@@ -129,7 +131,11 @@ static void reserve_memory(int fd, const Geometry& geometry) {
     throw CapacityError("the pool's file can't have " + std::to_string(geometry.total_bytes) +
                         " bytes: " + reason());
   take(0, geometry.records_at);  // records and pin rows get memory when they are first needed
-  take(geometry.arena_at, geometry.capacity_bytes);
+  for (u64 taken = 0; taken < geometry.capacity_bytes; taken += kPortionBytes) {
+    const u64 left = geometry.capacity_bytes - taken;
+    if (may_take) may_take(left);
+    take(geometry.arena_at + taken, std::min(left, kPortionBytes));
+  }
 }
 
 static void write_header(int fd, const Geometry& geometry, const CreateParameters& parameters, u32 owner) {
@@ -224,7 +230,7 @@ std::shared_ptr<Segment> Segment::create_memfd(const CreateParameters& parameter
   Descriptor file(memfd_create("umbp-pool", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (file.fd < 0) throw SegmentError("no memory file for the pool: " + reason());
   fchmod(file.fd, 0600);
-  reserve_memory(file.fd, geometry);
+  reserve_memory(file.fd, geometry, parameters.may_take);
   write_header(file.fd, geometry, parameters, geteuid());
   fcntl(file.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
   struct stat info = stat_of(file.fd);
@@ -250,7 +256,7 @@ std::shared_ptr<Segment> Segment::create_file(const std::string& path, const Cre
   Registry& registry = Registry::get();
   std::unique_lock<std::mutex> guard(registry.mutex, std::defer_lock);
   try {
-    reserve_memory(file.fd, geometry);
+    reserve_memory(file.fd, geometry, parameters.may_take);
     write_header(file.fd, geometry, parameters, geteuid());
     guard.lock();  // from here on other threads can find the file
     std::string self = "/proc/self/fd/" + std::to_string(file.fd);

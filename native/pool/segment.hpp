@@ -3,6 +3,7 @@
 // descriptor of a file drops the process's byte locks on it), handed out by a registry and shared.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -14,6 +15,10 @@ namespace umbp {
 struct CreateParameters {
   u64 capacity_bytes = 0, slab_bytes = 0, min_object_bytes = 0;
   u32 high_ppm = 1000000, low_ppm = 950000;
+  // Called before each portion of the arena is taken, with the bytes that are still to be taken; throws to
+  // refuse. Others may be taking memory at the same time: what was free at the start need not be free any
+  // more.
+  std::function<void(u64)> may_take;
 };
 
 class Segment {

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ class Pool:
         high: float,
         low: float,
         lock_patience_s: float,
+        may_take: Callable[[int], None],
     ) -> Pool: ...
     @staticmethod
     def create_file(
@@ -31,6 +32,7 @@ class Pool:
         high: float,
         low: float,
         lock_patience_s: float,
+        may_take: Callable[[int], None],
     ) -> Pool: ...
     @staticmethod
     def attach(path: str, lock_patience_s: float) -> Pool: ...

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from umbp.errors import CapacityError, ConfigError
+from umbp.pool import Pool
 from umbp.pool.limits import MemoryLimit, memory_limits, refuse_over_limit
 
 
@@ -114,3 +116,18 @@ def test_a_refusal_is_one_sentence_with_both_figures_and_what_to_do() -> None:
     assert "choose a smaller" in text
     assert "\n" not in text
     assert isinstance(caught.value, ConfigError)
+
+
+def test_a_pool_that_stops_fitting_while_it_is_made_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks start at once; each alone would fit. Who finds too little left half way lets go of all."""
+    asked: list[None] = []
+
+    def shrinking(root: Path = Path("/"), path: object = None) -> list[MemoryLimit]:
+        asked.append(None)
+        return [MemoryLimit("the test", 2 << 30 if len(asked) < 3 else 100 << 20)]
+
+    monkeypatch.setattr("umbp.pool.pool.memory_limits", shrinking)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(CapacityError, match=r"the rest of a pool of .* the test leaves"):
+        Pool.create_memfd(512 << 20, slab_bytes=1 << 20, min_object_bytes=4096)
+    assert len(os.listdir("/proc/self/fd")) == descriptors

@@ -33,13 +33,13 @@ def memory_limits(root: Path = Path("/"), path: str | os.PathLike[str] | None = 
     return limits
 
 
-def refuse_over_limit(wanted_bytes: int, limits: list[MemoryLimit]) -> None:
+def refuse_over_limit(wanted_bytes: int, limits: list[MemoryLimit], what: str = "a pool") -> None:
     """Raises CapacityError, one sentence with both figures, where the tightest bound leaves less than
     wanted."""
     tightest = min(limits, key=lambda limit: limit.free_bytes, default=None)
     if tightest is not None and wanted_bytes > tightest.free_bytes:
         raise CapacityError(
-            f"a pool of {wanted_bytes} bytes ({wanted_bytes / 2**30:.2f} GiB) doesn't fit:"
+            f"{what} of {wanted_bytes} bytes ({wanted_bytes / 2**30:.2f} GiB) doesn't fit:"
             f" {tightest.source} leaves {tightest.free_bytes} bytes"
             f" ({tightest.free_bytes / 2**30:.2f} GiB); choose a smaller capacity"
         )

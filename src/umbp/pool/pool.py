@@ -6,7 +6,7 @@ their descendants in the eviction order.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -63,7 +63,13 @@ class Pool:
         )
         return cls(
             _native.Pool.create_memfd(
-                capacity_bytes, slab_bytes, min_object_bytes, high_watermark, low_watermark, lock_patience_s
+                capacity_bytes,
+                slab_bytes,
+                min_object_bytes,
+                high_watermark,
+                low_watermark,
+                lock_patience_s,
+                _while_it_fits(capacity_bytes),
             )
         )
 
@@ -96,6 +102,7 @@ class Pool:
                 high_watermark,
                 low_watermark,
                 lock_patience_s,
+                _while_it_fits(capacity_bytes, path),
             )
         )
 
@@ -273,6 +280,18 @@ class Pool:
     def reap(self) -> int:
         """Takes back what dead processes held; how many they were. For the caller's janitor, now and then."""
         return self.native.reap()
+
+
+def _while_it_fits(capacity_bytes: int, path: str | os.PathLike[str] | None = None) -> Callable[[int], None]:
+    """Asked by the native core before each portion that it takes. The ranks of an engine start at the same
+    time: each by itself would fit, all of them need not.
+    """
+
+    def check(left_bytes: int) -> None:
+        what = "a pool" if left_bytes == capacity_bytes else "the rest of a pool"
+        refuse_over_limit(left_bytes, memory_limits(path=path), what)
+
+    return check
 
 
 def _tickets(tickets: npt.ArrayLike) -> Tickets:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.umbp")
 
-PUBLISH_TRIES = 50
-"""How often a publish asks a busy lock again before its objects are given up: a tenth of a second in all."""
+PUBLISH_TRIES = 5
+"""How often a publish asks a busy lock again before its objects are given up."""
 
 SLAB_BYTES = 16 << 20
 SLABS_AT_LEAST = 64

@@ -33,6 +33,10 @@ logger = logging.getLogger("vllm.umbp")
 
 Direction = Literal["load", "store"]
 
+LOCK_PATIENCE_S = 0.1
+"""How long a job waits for the pool's lock. Far longer than the scheduler may: a promised object must not be
+missed only because a busy host let the lock's holder wait for a processor."""
+
 
 @dataclass(slots=True)
 class _Note:
@@ -155,6 +159,7 @@ class PoolWorkerHandle:
             min_object_bytes=min_object_bytes,
             high_watermark=self._options.dram_high_watermark,
             low_watermark=self._options.dram_low_watermark,
+            lock_patience_s=LOCK_PATIENCE_S,
         )
         logger.info(
             "UMBP: embedded pool of %d bytes for objects of %s bytes; %s",
