@@ -12,7 +12,7 @@ from typing import Any
 
 from umbp.data import BlockTransferPlan, RankTopology, TransferJobState
 from umbp.options import Options
-from umbp.runtime.base import IUMBPRuntime, UMBPSchedulerHandle, UMBPWorkerHandle
+from umbp.runtime.base import IUMBPRuntime, NotePhase, UMBPSchedulerHandle, UMBPWorkerHandle
 from umbp.runtime.wrap.passing import (
     NotesByJob,
     PassingRuntime,
@@ -88,15 +88,31 @@ class CountingRuntime(PassingRuntime):
     def __init__(self, inner: IUMBPRuntime) -> None:
         super().__init__(inner)
         self.asked: Counter[str] = Counter()
+        self.notes: list[tuple[str, str, int, int, str]] = []
+        """Each note: request, phase, number of hashes, output tokens, reason of the end."""
 
     def _around_scheduler(self, inner: UMBPSchedulerHandle, topology: RankTopology) -> UMBPSchedulerHandle:
-        return CountingSchedulerHandle(inner, self.asked)
+        return CountingSchedulerHandle(inner, self.asked, self.notes)
 
 
 class CountingSchedulerHandle(PassingSchedulerHandle):
-    def __init__(self, inner: UMBPSchedulerHandle, asked: Counter[str]) -> None:
+    def __init__(
+        self, inner: UMBPSchedulerHandle, asked: Counter[str], notes: list[tuple[str, str, int, int, str]]
+    ) -> None:
         super().__init__(inner)
         self._asked = asked
+        self._notes = notes
+
+    def note(
+        self,
+        request_id: str,
+        phase: NotePhase,
+        block_hashes: Sequence[bytes],
+        output_tokens: int = 0,
+        finish: str = "",
+    ) -> None:
+        self._notes.append((request_id, phase, len(block_hashes), output_tokens, finish))
+        super().note(request_id, phase, block_hashes, output_tokens, finish)
 
     def lookup(self, keys: Sequence[str]) -> Sequence[bool]:
         self._asked["lookup"] += 1

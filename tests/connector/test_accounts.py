@@ -71,6 +71,28 @@ def test_a_question_that_is_repeated_while_there_are_no_blocks_counts_once(
     assert engine.count("loaded_tokens") == 144
 
 
+def test_the_policy_is_told_of_a_request_once_at_its_admission_and_once_at_its_end(
+    make_pool: Any, make_engine: Any
+) -> None:
+    runtime = CountingRuntime(make_pool())
+    engine = make_engine(runtime)
+    request = engine.add(tokens(100), 20, request_id="a")
+    for _ in range(5):
+        engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.drain()
+    assert request.num_preemptions == 1
+    assert runtime.notes == [("a", "admit", 6, 0, ""), ("a", "end", 7, 20, "length")]
+    runtime.notes.clear()
+    engine.add(tokens(100), request_id="b")
+    engine.abort("b")
+    engine.add(tokens(60), 9, request_id="c")
+    engine.step()
+    engine.abort("c")
+    engine.drain()
+    assert runtime.notes == [("c", "admit", 3, 0, ""), ("c", "end", 3, 1, "abort")]
+
+
 def test_asking_again_is_cheap_for_the_longest_prompts(make_engine: Any) -> None:
     runtime = CountingRuntime(ReferenceRuntime())
     engine = make_engine(runtime)
