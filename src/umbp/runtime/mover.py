@@ -100,6 +100,8 @@ class ObjectMover:
         for row, status in zip(rows.tolist(), statuses.tolist(), strict=True):
             key, ticket = move.keys[row], int(tickets[row])
             if status == CopyStatus.OK:
+                # A clear has taken the key away from an earlier store that is not published yet.
+                self.abandon([key])
                 self._unpublished[key] = ticket
                 moved.finish(key, move.runs.object_bytes)
             else:
