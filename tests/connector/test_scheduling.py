@@ -12,6 +12,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from umbp.runtime.wrap.slow import Pace, SlowRuntime
 from umbp.testing.clock import TickClock
+from umbp.testing.reference import ReferenceRuntime
 
 WAYS = pytest.mark.parametrize("load_async", [True, False], ids=["async", "sync"])
 RANKS = pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
@@ -165,12 +166,9 @@ def test_a_slow_load_serialises_nobody_else(make_pool: Any, make_engine: Any) ->
     engine.check_drained()
 
 
-def test_a_transfer_that_never_ends_by_itself_is_cancelled_after_the_timeout(
-    make_pool: Any, make_engine: Any
-) -> None:
+def test_a_transfer_that_never_ends_by_itself_is_cancelled_after_the_timeout(make_engine: Any) -> None:
     clock = TickClock()
-    runtime = plain(slowly(make_pool(), clock, load=60.0), cancel=True)
-    engine = make_engine(runtime, {"timeout_ms": 1})
+    engine = make_engine(slowly(ReferenceRuntime(), clock, load=60.0), {"timeout_ms": 1})
     engine.run(tokens(100))
     engine.forget_prefixes()
     request = engine.add(tokens(100), 2)
