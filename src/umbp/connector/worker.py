@@ -263,16 +263,28 @@ class WorkerSide:
         return True
 
     def _wait(self, job: TransferJobState) -> TransferJobState:
-        if job.status.is_final:
-            return job
-        finished: TransferJobState = self._handle.wait(job)
-        return finished
+        ended = self._ask_for(self._handle.wait, job)
+        assert ended is not None, "wait returns the job"
+        return ended
 
     def _poll(self, job: TransferJobState) -> TransferJobState | None:
+        return self._ask_for(self._handle.poll, job)
+
+    def _ask_for(
+        self, verb: Callable[[TransferJobState], TransferJobState | None], job: TransferJobState
+    ) -> TransferJobState | None:
+        """A job's end by `wait` or `poll`. A runtime that throws instead has lost whatever is not
+        complete.
+        """
         if job.status.is_final:
             return job
-        finished: TransferJobState | None = self._handle.poll(job)
-        return finished
+        try:
+            return verb(job)
+        except Exception as error:
+            if self._may_complain():
+                logger.exception("UMBP: the runtime lost a transfer of %d objects", len(job.keys))
+            job.fail(job.keys - job.completed_keys, str(error))
+            return job
 
 
 def _has_loss(job: TransferJobState) -> bool:

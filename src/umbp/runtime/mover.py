@@ -100,8 +100,9 @@ class ObjectMover:
         for row, status in zip(rows.tolist(), statuses.tolist(), strict=True):
             key, ticket = move.keys[row], int(tickets[row])
             if status == CopyStatus.OK:
-                # A clear has taken the key away from an earlier store that is not published yet.
-                self.abandon([key])
+                if key in self._unpublished:
+                    # A clear has taken the key away from an earlier store that is not published yet.
+                    self.abandon([key])
                 self._unpublished[key] = ticket
                 moved.finish(key, move.runs.object_bytes)
             else:

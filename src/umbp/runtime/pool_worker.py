@@ -102,8 +102,10 @@ class PoolWorkerHandle:
 
     def publish(self, job: TransferJobState) -> None:
         note = self._notes.get(job)
-        if note is None or note.direction != "store" or not note.future.done():
+        if note is None or note.direction != "store" or not job.status.is_final:
             raise ValueError("only a store of this handle that is final can be published")
+        # A job is final a moment before its thread has returned.
+        note.future.result()
         if note.is_published or self._is_closed:
             return
         note.is_published = True
