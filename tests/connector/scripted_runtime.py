@@ -21,6 +21,8 @@ from umbp.runtime.wrap.passing import (
     mirror,
     without,
 )
+from umbp.runtime.wrap.slow import Pace, SlowRuntime
+from umbp.testing.clock import TickClock
 from umbp.testing.reference import ReferenceRuntime
 
 MODE = "scripted"
@@ -166,6 +168,24 @@ class WatchedRuntime(PassingRuntime):
             if hasattr(handle, "_pool") and not is_reserved:
                 # Of the whole process, so with the scheduler's pins.
                 assert handle._pool.stats()["pinned_here"] == 0
+
+
+class PromptRuntime(PassingRuntime):
+    """A runtime whose jobs are over when one looks: for time that only a test's clock moves."""
+
+    def _around_worker(self, inner: UMBPWorkerHandle, topology: RankTopology) -> UMBPWorkerHandle:
+        return PromptWorkerHandle(inner)
+
+
+class PromptWorkerHandle(PassingWorkerHandle):
+    def poll(self, job: TransferJobState) -> TransferJobState | None:
+        return self.wait(job)
+
+
+def slowly(runtime: IUMBPRuntime, clock: TickClock, **delays_s: float) -> PassingRuntime:
+    """The runtime on a device of its own, whose transfers last until the clock has moved."""
+    pace = Pace(delays_s, clock=clock, sleep=clock.sleep)
+    return plain(SlowRuntime(PromptRuntime(runtime), pace), local=False)
 
 
 def plain(runtime: PassingRuntime, **changes: bool) -> PassingRuntime:

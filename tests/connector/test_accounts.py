@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import time
@@ -289,6 +290,18 @@ def test_a_steps_metadata_of_a_real_schedule_survive_pickle(make_pool: Any, make
         assert pickle.loads(pickle.dumps(meta)) == meta
         seen += len(meta.load_requests) + len(meta.store_requests)
     assert seen >= 2
+
+
+def test_each_stored_blocks_parent_is_the_block_before_it(make_pool: Any, make_engine: Any) -> None:
+    engine = make_engine(make_pool(), max_batched_tokens=2 * BLOCK)
+    engine.run(tokens(3 * BLOCK + 1))
+    engine.forget_prefixes()
+    request = engine.add(tokens(3 * BLOCK) + tokens(3 * BLOCK, 2))
+    stored: list[tuple[bytes | None, bytes]] = []
+    while engine.scheduler.has_requests():
+        for batch in engine.step().kv_connector_metadata.store_requests.values():
+            stored += zip(batch.parent_block_hashes, batch.block_hashes, strict=True)
+    assert stored == list(itertools.pairwise(request.block_hashes[2:6]))
 
 
 def test_reports_of_ranks_merge_event_by_event() -> None:

@@ -6,21 +6,15 @@ from typing import Any
 
 import pytest
 from scripted import BLOCK, ScriptedEngine, tokens
-from scripted_runtime import CountingRuntime, plain
+from scripted_runtime import CountingRuntime, slowly
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from umbp.runtime.wrap.slow import Pace, SlowRuntime
 from umbp.testing.clock import TickClock
 from umbp.testing.reference import ReferenceRuntime
 
 WAYS = pytest.mark.parametrize("load_async", [True, False], ids=["async", "sync"])
 RANKS = pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
-
-
-def slowly(runtime: Any, clock: TickClock, **delays_s: float) -> Any:
-    """The runtime on a device of its own, whose transfers last until the clock has moved."""
-    return plain(SlowRuntime(runtime, Pace(delays_s, clock=clock, sleep=clock.sleep)), local=False)
 
 
 def loading(engine: ScriptedEngine, prompt: list[int], max_tokens: int = 2) -> Request:
@@ -193,11 +187,15 @@ def test_a_request_that_does_not_read_caches_is_computed(
     engine.check_drained()
 
 
-def test_a_repeated_question_does_not_touch_the_pool(make_pool: Any, make_engine: Any) -> None:
+@pytest.mark.parametrize("is_stored", [True, False], ids=["hit", "miss"])
+def test_a_repeated_question_does_not_touch_the_pool(
+    make_pool: Any, make_engine: Any, is_stored: bool
+) -> None:
     runtime = CountingRuntime(make_pool())
     engine = make_engine(runtime, blocks=20)
-    engine.run(tokens(150))
-    engine.forget_prefixes()
+    if is_stored:
+        engine.run(tokens(150))
+        engine.forget_prefixes()
     hog = engine.add(tokens(200, 3), 40)
     for _ in range(5):
         engine.step()
@@ -209,7 +207,7 @@ def test_a_repeated_question_does_not_touch_the_pool(make_pool: Any, make_engine
     assert not hog.is_finished()
     assert runtime.asked["hold"] == 1
     engine.drain()
-    assert engine.restored_tokens() == 144
+    assert engine.restored_tokens() == (144 if is_stored else 0)
     engine.check_drained()
 
 

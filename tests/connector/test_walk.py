@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 from scripted import BLOCK, ScriptedEngine
-from scripted_runtime import WatchedRuntime, plain
+from scripted_runtime import WatchedRuntime, slowly
 from vllm.v1.request import Request, RequestStatus
 
 from umbp.runtime.wrap.faulty import FaultPlan, FaultyRuntime
-from umbp.runtime.wrap.slow import Pace, SlowRuntime
 from umbp.testing.clock import TickClock
 
 STEPS = int(os.environ.get("STEPS", "120"))
@@ -49,8 +48,7 @@ class Walk:
         self.pool = make_pool(self.capacity)
         runtime: Any = self.pool
         if self.is_slow:
-            pace = Pace({"load": 1.0, "store": 1.5}, clock=self.clock, sleep=self.clock.sleep)
-            runtime = plain(SlowRuntime(runtime, pace), local=False)
+            runtime = slowly(runtime, self.clock, load=1.0, store=1.5)
         if is_faulty:
             runtime = FaultyRuntime(runtime, FAULTS)
         depth = random.choice([1, 1, 2])
