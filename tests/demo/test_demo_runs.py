@@ -124,6 +124,8 @@ def test_whatever_ends_the_demo_leaves_no_process_and_no_half_made_model(
         stderr=subprocess.PIPE,
         text=True,
         env=environment(where, DEMO_FAMILY=value),
+        # Whoever is started in the background by a shell ignores SIGINT, and hands that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
     with process:
