@@ -24,6 +24,12 @@ pytestmark = [
     ),
 ]
 UMBP = (sys.executable, "-m", "umbp")
+# Whoever is started in the background by a shell ignores SIGINT, and hands that on.
+INTERRUPTIBLE = (
+    sys.executable,
+    "-c",
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])",
+)
 MODEL = "smollm2-135m-instruct-bf16"
 
 
@@ -119,13 +125,11 @@ def test_whatever_ends_the_demo_leaves_no_process_and_no_half_made_model(
     where = tmp_path if is_making else cache
     value = f"{os.getpid()}-{moment[:4]}-{number.name}"
     process = subprocess.Popen(
-        [*UMBP, "demo", "--rounds", "1"],
+        [*INTERRUPTIBLE, *UMBP, "demo", "--rounds", "1"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         env=environment(where, DEMO_FAMILY=value),
-        # Whoever is started in the background by a shell ignores SIGINT, and hands that on.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
     with process:

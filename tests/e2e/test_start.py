@@ -1,4 +1,4 @@
-"""Starts and ends of real engines: bad input is one sentence, a killed engine leaves nothing, two live apart."""
+"""Starts and ends of real engines: bad input is one sentence, a killed engine leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_two_engines_on_one_host_keep_apart_and_one_survives_the_others_death(tm
 
 
 def test_an_engine_killed_five_times_over_leaves_nothing_behind(tmp_path: Path) -> None:
-    """`kill -9` of the engine core and its workers while they store and restore: no memory is held, no file is
-    left, no process stays, and the next start doesn't hang.
+    """`kill -9` of the engine core and its workers while they store and restore: no memory is held, no file
+    is left, no process stays, and the next start doesn't hang.
     """
     seed = 4
     chance = random.Random(seed)
