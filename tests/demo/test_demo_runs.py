@@ -28,7 +28,7 @@ UMBP = (sys.executable, "-m", "umbp")
 INTERRUPTIBLE = (
     sys.executable,
     "-c",
-    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])",
+    "import os, sys; from signal import *; signal(SIGINT, SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])",
 )
 MODEL = "smollm2-135m-instruct-bf16"
 
