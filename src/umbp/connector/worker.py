@@ -32,6 +32,7 @@ from umbp.data import (
     UMBPNamespace,
     localized_plans,
 )
+from umbp.errors import UMBPError
 from umbp.options import Options
 from umbp.runtime.base import IUMBPRuntime, capabilities_of
 
@@ -39,6 +40,9 @@ logger = init_logger("vllm.umbp")
 
 GAUGE_INTERVAL_S = 1.0
 """How often a rank looks at its pool's size for the metrics."""
+
+IDLE_NAP_S = 0.0005
+"""How long a step that has nothing to compute waits for transfers that are under way."""
 
 COMPLAINT_INTERVAL_S = 60.0
 """How often a runtime's exceptions are shown; a backend that is gone may raise in every step."""
@@ -67,6 +71,7 @@ class WorkerSide:
         planner: KVLayoutPlanner,
         *,
         clock: Callable[[], float] = time.monotonic,
+        nap: Callable[[float], None] = time.sleep,
     ) -> None:
         self._can = capabilities_of(runtime)
         self._namespace = namespace
@@ -76,6 +81,7 @@ class WorkerSide:
         self._planned_layers = {region.layer_name for region in planner.regions}
         self._timeout_s = options.timeout_ms / 1000
         self._clock = clock
+        self._nap = nap
         layout = planner.describe(topology, "rank_local")
         self._handle: Any = runtime.create_worker_handle(namespace, topology, layout)
         self._loads: list[_Running] = []
@@ -146,6 +152,9 @@ class WorkerSide:
         """Requests whose asynchronous load has ended, well or not, since the last call; each exactly once."""
         self._loads = [load for load in self._loads if not self._try_end(load, self._end_async_load)]
         self._stores = [store for store in self._stores if not self._try_end(store, self._end_store)]
+        if self._is_idle_step and (self._loads or self._stores):
+            # The engine steps on until these end: leave the processor to them for a moment.
+            self._nap(IDLE_NAP_S)
         finished, self._finished_loads = self._finished_loads, set()
         return finished
 
@@ -273,18 +282,19 @@ class WorkerSide:
     def _ask_for(
         self, verb: Callable[[TransferJobState], TransferJobState | None], job: TransferJobState
     ) -> TransferJobState | None:
-        """A job's end by `wait` or `poll`. A runtime that throws instead has lost whatever is not
-        complete.
+        """A job's end by `wait` or `poll`, which may not throw: whoever does not know whether a transfer has
+        ended would let it write into blocks that have another owner by then. That must stop the engine.
         """
         if job.status.is_final:
             return job
         try:
             return verb(job)
         except Exception as error:
-            if self._may_complain():
-                logger.exception("UMBP: the runtime lost a transfer of %d objects", len(job.keys))
-            job.fail(job.keys - job.completed_keys, str(error))
-            return job
+            raise UMBPError(
+                f"the runtime can't tell whether a transfer of {len(job.keys)} blocks has ended ({error}); "
+                "going on could put its bytes under another request, so the engine stops: "
+                "mend or replace the runtime"
+            ) from error
 
 
 def _has_loss(job: TransferJobState) -> bool:
