@@ -22,8 +22,9 @@ from umbp.data import (
     TransferJobStatus,
     UMBPNamespace,
 )
+from umbp.kinds import format_size
 from umbp.options import Options
-from umbp.pool import Pool
+from umbp.pool import Pool, slot_bytes
 from umbp.pool.limits import memory_limits
 from umbp.runtime.base import HandshakeExtra
 from umbp.runtime.mover import Moved, ObjectMover, engine_for, pool_geometry
@@ -163,11 +164,14 @@ class PoolWorkerHandle:
             low_watermark=self._options.dram_low_watermark,
             lock_patience_s=LOCK_PATIENCE_S,
         )
+        # The options themselves are said once an engine, by its scheduler.
         logger.info(
-            "UMBP: embedded pool of %d bytes for objects of %s bytes; %s",
-            pool.capacity_bytes,
-            " and ".join(map(str, object_sizes)),
-            self._options.describe(capacity, self._workers),
+            "UMBP: %s of host memory for blocks of %s (%d fit); %s for all %d workers of this engine",
+            format_size(pool.capacity_bytes),
+            " and ".join(map(format_size, object_sizes)),
+            pool.capacity_bytes // slot_bytes(max(object_sizes)),
+            format_size(pool.capacity_bytes * self._workers),
+            self._workers,
         )
         return pool
 
