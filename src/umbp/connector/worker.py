@@ -172,7 +172,8 @@ class WorkerSide:
         return report
 
     def take_stats(self) -> UMBPStats | None:
-        if self._can.usage and self._clock() >= self._next_gauges_s:
+        # A step without a forward follows each request's end: after it the engine may be silent for long.
+        if self._can.usage and (self._is_idle_step or self._clock() >= self._next_gauges_s):
             self._next_gauges_s = self._clock() + GAUGE_INTERVAL_S
             usage = dict(self._handle.usage())
             evicted = usage.pop("evicted_objects", 0.0)
