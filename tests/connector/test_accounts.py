@@ -120,16 +120,11 @@ def test_the_pools_size_is_shown_as_gauges_of_each_rank(make_pool: Any, make_eng
     assert set(engine.stats.gauges) == set(GAUGES)
 
 
-def test_evictions_are_counted(make_pool: Any, make_engine: Any) -> None:
+def test_evictions_are_counted_before_the_engine_falls_silent(make_pool: Any, make_engine: Any) -> None:
     engine = make_engine(make_pool(8))
     for seed in range(4):
         engine.run(tokens(100, seed))
-    worker = engine.ranks[0].connector.worker_side
-    worker._next_gauges_s = 0.0
-    assert (
-        engine.stats.counters.get("evicted_objects", 0) + worker.take_stats().counters["evicted_objects"]
-        >= 16
-    )
+    assert engine.stats.counters["evicted_objects"] >= 16
 
 
 def test_stats_that_reach_the_front_end_are_plain_values(make_pool: Any, make_engine: Any) -> None:
