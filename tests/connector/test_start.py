@@ -25,13 +25,13 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from umbp.connector import compat, plugin, support
+from umbp.connector import UMBPStoreConnector, compat, plugin, support
 from umbp.connector.build import build_worker_side, object_planner
 from umbp.connector.identity import worker_namespace
 from umbp.connector.wire import UMBPHandshakeMetadata
 from umbp.data import RankTopology, UMBPNamespace
 from umbp.errors import ConfigError, UMBPError
-from umbp.options import parse_options
+from umbp.options import Options, parse_options
 from umbp.testing.reference import ReferenceRuntime
 
 ROLES = pytest.mark.parametrize("role", list(KVConnectorRole), ids=["scheduler", "worker"])
@@ -181,9 +181,9 @@ def test_hashes_with_a_random_seed_are_accepted_only_where_one_process_hashes(
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     support.require_shareable_hashes(config, parse_options({"mode": "embedded"}))
     with pytest.raises(ConfigError, match=r"--prefix-caching-hash-algo xxhash .*PYTHONHASHSEED"):
-        support.require_shareable_hashes(config, parse_options({"mode": "standalone", "pool": "p"}))
+        support.require_shareable_hashes(config, Options(mode="standalone", pool="p"))
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    support.require_shareable_hashes(config, parse_options({"mode": "standalone", "pool": "p"}))
+    support.require_shareable_hashes(config, Options(mode="standalone", pool="p"))
 
 
 @ROLES
@@ -194,6 +194,26 @@ def test_synchronous_loads_are_refused_where_the_engine_plans_ahead(
     config = make_config(root, Shape(depth=2, extra=extra))
     with pytest.raises(ConfigError, match=r"'load_async': false .* --no-async-scheduling$"):
         create(role, (config, cache_configs(config)[0]))
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        ({"capacity_byte": 1}, "did you mean 'capacity_bytes'?"),
+        ({"capacity_bytes": "12 parsecs"}, "12 parsecs"),
+        ({"mode": "embeded"}, "embedded"),
+        ({"eviction_policy": "hazard"}, "not in this version yet"),
+        ({"dram_numa_node": 0}, "not in this version yet"),
+    ],
+)
+def test_bad_options_are_refused_while_a_gpus_configuration_is_resolved(
+    extra: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        UMBPStoreConnector.requires_piecewise_for_cudagraph(extra)
+    assert sentence in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert not UMBPStoreConnector.requires_piecewise_for_cudagraph({"capacity_bytes": "1GiB"})
 
 
 # Warnings

@@ -4,6 +4,7 @@ nobody could then know whether blocks are still being written.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from umbp.errors import UMBPError
 from umbp.options import parse_options
 from umbp.runtime.base import Capabilities, IUMBPRuntime, UMBPWorkerHandle
 from umbp.runtime.wrap.passing import PassingRuntime, PassingWorkerHandle
+from umbp.testing.clock import TickClock
 from umbp.testing.reference import ReferenceRuntime
 from umbp.testing.tensors import FakeTensor
 
@@ -80,7 +82,7 @@ class ThrowingWorkerHandle(PassingWorkerHandle):
         super().publish(job)
 
 
-def worker(*verbs: str, naps: list[float] | None = None) -> WorkerSide:
+def worker(*verbs: str, naps: list[float] | None = None, clock: TickClock | None = None) -> WorkerSide:
     regions = [KVRegion("layer", 0, PAGE_BYTES, PAGE_BYTES, 0, 16)]
     side = WorkerSide(
         ThrowingRuntime(ReferenceRuntime(), verbs),
@@ -89,6 +91,7 @@ def worker(*verbs: str, naps: list[float] | None = None) -> WorkerSide:
         RankTopology(),
         KVLayoutPlanner(regions),
         nap=(naps if naps is not None else []).append,
+        clock=clock or TickClock(),
     )
     side.register({"layer": FakeTensor.zeros((8, PAGE_BYTES))})
     return side
@@ -151,3 +154,19 @@ def test_a_step_with_nothing_to_compute_leaves_the_processor_to_what_is_pending(
     side.start_loads(UMBPConnectorMetadata(), has_forward=True)
     assert side.collect() == set()
     assert naps == [IDLE_NAP_S], "a step that computes is not delayed"
+
+
+def test_lost_blocks_are_told_of_once_a_minute_with_their_number_and_a_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = TickClock()
+    side = worker("load", clock=clock)
+    with caplog.at_level(logging.WARNING, logger="vllm.umbp"):
+        for _ in range(3):
+            load_step(side)
+            side.take_report()
+        clock.advance(61.0)
+        load_step(side)
+    said = [r.getMessage() for r in caplog.records if "could not be loaded" in r.getMessage()]
+    assert [line.split()[1] for line in said] == ["3", "9"]
+    assert all(line.endswith("load: the backend is gone") for line in said)

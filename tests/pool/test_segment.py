@@ -379,3 +379,18 @@ def test_metadata_takes_at_most_two_percent_at_256_kib_objects() -> None:
     capacity = 4096 * slot
     wanted = _native.reserved_bytes(capacity, 64 * slot, object_bytes, 8)
     assert wanted <= 1.02 * capacity
+
+
+def test_prefaulting_maps_the_whole_arena() -> None:
+    pool = Pool.create_memfd(64 << 20, slab_bytes=1 << 20, min_object_bytes=4096)
+    before = mapped_bytes()
+    assert pool.prefault()
+    assert mapped_bytes() - before >= 64 << 20
+    pool.close()
+
+
+def mapped_bytes() -> int:
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the kernel doesn't tell")

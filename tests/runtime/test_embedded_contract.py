@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
+from umbp.data import KVLayoutDescriptor, KVRegion, RankTopology, UMBPNamespace
 from umbp.options import parse_options
 from umbp.runtime.base import IUMBPRuntime
 from umbp.runtime.embedded import EmbeddedRuntime
@@ -12,6 +15,7 @@ from umbp.runtime.wrap.metered import MeteredRuntime
 from umbp.runtime.wrap.slow import Pace, SlowRuntime
 from umbp.testing.clock import TickClock
 from umbp.testing.contract import RuntimeContract
+from umbp.testing.tensors import FakeTensor
 
 SLOT_BYTES = 8192
 """What an object of 4 KiB takes with its trailer, in whole pages."""
@@ -66,3 +70,17 @@ class TestWrappedEmbeddedRuntime(RuntimeContract):
 
         slow = SlowRuntime(embedded(), Pace({"load": 0.5, "store": 1.0}, tick, clock.sleep))
         return MeteredRuntime(FaultyRuntime(slow, FaultPlan()))
+
+
+@pytest.mark.parametrize(("blocks", "is_warned"), [(10, True), (40, False)])
+def test_a_pool_with_fewer_blocks_than_the_engine_is_warned_of(
+    caplog: pytest.LogCaptureFixture, blocks: int, is_warned: bool
+) -> None:
+    runtime = embedded(capacity_bytes=blocks * SLOT_BYTES)
+    layout = KVLayoutDescriptor((KVRegion("layer", 0, 4096, 4096, 0),), RankTopology())
+    worker = runtime.create_worker_handle(UMBPNamespace("n"), RankTopology(), layout)
+    with caplog.at_level(logging.WARNING, logger="vllm.umbp"):
+        worker.register_buffers({"layer": FakeTensor.zeros((32, 4096))})
+    said = [record.getMessage() for record in caplog.records]
+    assert any(f"holds {blocks} blocks, fewer than the 32" in line for line in said) == is_warned
+    worker.close()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.logger import init_logger
@@ -20,7 +21,7 @@ from umbp.data import KVLayoutPlanner, KVRegion, RankTopology
 from umbp.data.identity import layer_spec
 from umbp.options import Options, parse_options
 from umbp.runtime.base import IUMBPRuntime
-from umbp.runtime.factory import create_runtime
+from umbp.runtime.factory import create_runtime, plug_in_modes
 from umbp.runtime.wrap.faulty import FAULTS_VARIABLE, FaultPlan, FaultyRuntime
 
 logger = init_logger("vllm.umbp")
@@ -53,6 +54,14 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         RankTopology.from_vllm_config(vllm_config),
         object_planner(kv_cache_config),
     )
+
+
+def check_options(extra: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for options that can't be served, as far as they tell without an engine."""
+    options = parse_options(extra)
+    # A plug-in's own code waits for the engine's processes; that it exists can be told here.
+    if options.mode not in plug_in_modes():
+        create_runtime(options)
 
 
 def object_planner(kv_cache_config: KVCacheConfig) -> KVLayoutPlanner:

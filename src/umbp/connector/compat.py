@@ -43,22 +43,25 @@ def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 
 
 def unsupported_cache_group(kv_cache_config: KVCacheConfig) -> str | None:
-    """Why this cache configuration can't be served, naming the group; None where it can."""
+    """The kind of model with this cache configuration that can't be served, by its group; None if it can."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        return f"the model has {len(groups)} KV cache groups ({kinds or 'none'})"
+        return f"a model with {len(groups)} KV cache groups ({kinds or 'none'})"
     specs = _layer_specs(groups[0].kv_cache_spec)
     for spec in specs:
         kind = type(spec).__name__
         if isinstance(spec, MLAAttentionSpec):
-            return f"KV cache group 0 is latent attention (MLA, {kind})"
+            return "a model whose KV cache group 0 is latent attention (MLA)"
         if not isinstance(spec, FullAttentionSpec):
-            return f"KV cache group 0 is of kind {kind}"
+            return f"a model whose KV cache group 0 is of vLLM's kind {kind}"
         if spec.sliding_window is not None:
-            return f"KV cache group 0 has a sliding window of {spec.sliding_window} tokens"
+            return f"a model whose KV cache group 0 has a sliding window of {spec.sliding_window} tokens"
         if spec.attention_chunk_size is not None:
-            return f"KV cache group 0 has chunked local attention of {spec.attention_chunk_size} tokens"
+            return (
+                "a model whose KV cache group 0 has chunked local attention of "
+                f"{spec.attention_chunk_size} tokens"
+            )
     return None
 
 

@@ -24,13 +24,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from umbp.connector import compat
-from umbp.connector.build import build_scheduler_side, build_worker_side
+from umbp.connector.build import build_scheduler_side, build_worker_side, check_options
 from umbp.connector.scheduler import SchedulerSide
 from umbp.connector.stats import UMBPPromMetrics, UMBPStats
 from umbp.connector.wire import UMBPConnectorMetadata, UMBPHandshakeMetadata
 from umbp.connector.worker import WorkerSide
 from umbp.data import RankTopology
-from umbp.options import parse_options
 
 if TYPE_CHECKING:
     import torch
@@ -174,7 +173,7 @@ class UMBPStoreConnector(KVConnectorBase_V1):
         """False: nothing of ours runs between layers. vLLM asks while it resolves its configuration for a
         GPU, long before it loads the model: the moment to refuse bad options.
         """
-        parse_options(extra_config)
+        check_options(extra_config)
         return False
 
     @classmethod

@@ -28,7 +28,7 @@ def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         _refuse(f"speculative decoding (method {vllm_config.speculative_config.method!r})")
     reason = compat.unsupported_cache_group(kv_cache_config)
     if reason is not None:
-        _refuse(f"this model: {reason}")
+        _refuse(reason)
     block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
     hash_tokens = compat.hash_block_tokens(vllm_config, kv_cache_config)
     if hash_tokens != block_tokens:
@@ -37,8 +37,8 @@ def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 
 def _refuse(what: str) -> None:
     raise ConfigError(
-        f"UMBP does not support {what} yet; it keeps full-attention models under tensor parallelism only: "
-        "start vLLM without --kv-transfer-config, or without that feature"
+        f"UMBP can't serve {what}: this version keeps full-attention models under tensor parallelism only; "
+        "start vLLM without --kv-transfer-config"
     )
 
 

@@ -96,6 +96,8 @@ class WorkerSide:
         self._evicted_objects = 0.0
         self._next_gauges_s = 0.0
         self._next_complaint_s = float("-inf")
+        self._untold_losses = 0
+        self._next_loss_line_s = float("-inf")
 
     # Start and end
 
@@ -224,6 +226,8 @@ class WorkerSide:
         self._failed_block_ids.update(plan.block_id for plan in lost)
         objects = {(plan.group_id or 0, _hash_of(plan.key)) for plan in lost}
         self._report.load_events[load.event] = StoreEventResult(1, objects)
+        if lost:
+            self._tell_of_losses(len(lost), job.error)
         self._stats.add("loaded_bytes", job.completed_bytes)
         self._stats.add("load_seconds", self._clock() - load.started_s)
 
@@ -248,6 +252,20 @@ class WorkerSide:
             del self._store_parts[store.event]
         result = self._report.store_events.setdefault(store.event, StoreEventResult())
         result.merge(StoreEventResult(1 if is_last else 0, objects))
+
+    def _tell_of_losses(self, blocks: int, reason: str | None) -> None:
+        """One line a minute, with what came together since the last."""
+        self._untold_losses += blocks
+        now = self._clock()
+        if now < self._next_loss_line_s:
+            return
+        logger.warning(
+            "UMBP: %d blocks could not be loaded since this was last said; the last one: %s",
+            self._untold_losses,
+            reason or "no reason given",
+        )
+        self._untold_losses = 0
+        self._next_loss_line_s = now + COMPLAINT_INTERVAL_S
 
     # The edge to the runtime: whatever it throws is a failed job
 

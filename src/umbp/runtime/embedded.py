@@ -21,7 +21,7 @@ from umbp.data import (
 from umbp.errors import ConfigError, SegmentError
 from umbp.options import Options
 from umbp.pool import Outcome, Pool, PoolHandle
-from umbp.pool.pool import Tickets
+from umbp.pool.pool import LOCK_PATIENCE_S, Tickets
 from umbp.runtime.base import Capabilities, HandshakeExtra, NotePhase
 from umbp.runtime.pool_worker import PoolWorkerHandle
 
@@ -38,7 +38,8 @@ class EmbeddedRuntime:
     def create_scheduler_handle(
         self, namespace: UMBPNamespace, topology: RankTopology, layout: KVLayoutDescriptor
     ) -> PoolSchedulerHandle:
-        return PoolSchedulerHandle(namespace, topology)
+        patience_s = min(LOCK_PATIENCE_S, self._options.lookup_timeout_ms / 1000)
+        return PoolSchedulerHandle(namespace, topology, lock_patience_s=patience_s)
 
     def create_worker_handle(
         self, namespace: UMBPNamespace, topology: RankTopology, layout: KVLayoutDescriptor
@@ -64,8 +65,11 @@ def _refuse_unbuilt(options: Options) -> None:
 class PoolSchedulerHandle:
     """The scheduler's view of the pools of all ranks. Misses everything until `bind_workers`."""
 
-    def __init__(self, namespace: UMBPNamespace, topology: RankTopology) -> None:
+    def __init__(
+        self, namespace: UMBPNamespace, topology: RankTopology, lock_patience_s: float = LOCK_PATIENCE_S
+    ) -> None:
         self._namespace = namespace
+        self._lock_patience_s = lock_patience_s
         self._codec = BlockIdentityCodec(namespace)
         self._ranks = topology.all_namespaces()
         self._pools: dict[Rank, Pool] = {}
@@ -85,7 +89,7 @@ class PoolSchedulerHandle:
         self._prefixes.clear()
         for rank in self._ranks:
             handle = _pool_handle(rank, extras[rank])
-            pool = Pool.attach(handle)
+            pool = Pool.attach(handle, lock_patience_s=self._lock_patience_s)
             self._pools[rank] = pool
             self._namespace_ids[rank] = pool.namespace(self._namespace.value)
 

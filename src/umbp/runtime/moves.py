@@ -59,6 +59,11 @@ class GroupRuns:
         """Bytes of an object of each group, in the groups' order."""
         return [runs.object_bytes for group_id, runs in self._runs.items() if group_id is not None]
 
+    @property
+    def block_count(self) -> int:
+        """Blocks of the engine's KV memory; block ids go up to here."""
+        return min(runs.block_count for runs in self._runs.values())
+
     def moves(self, plans: Sequence[BlockTransferPlan]) -> Iterator[Move]:
         """The plans, group by group; `ValueError` for a group that isn't registered."""
         if isinstance(plans, BlockLoadBatch | BlockStoreBatch):

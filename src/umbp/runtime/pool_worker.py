@@ -72,7 +72,7 @@ class PoolWorkerHandle:
         if self._groups is not None and groups.object_sizes != self._groups.object_sizes:
             raise ValueError("the new KV caches have blocks of another size than those registered first")
         if self._pool is None:
-            self._pool = self._make_pool(groups.object_sizes)
+            self._pool = self._make_pool(groups)
         engine = engine_for(kv_caches, self._options.num_workers)
         if self._mover is None:
             namespace_id = self._pool.namespace(self._namespace.value)
@@ -152,10 +152,10 @@ class PoolWorkerHandle:
             raise RuntimeError("register_buffers comes first: the pool is made for the size of its objects")
         return self._pool
 
-    def _make_pool(self, object_sizes: Sequence[int]) -> Pool:
+    def _make_pool(self, groups: GroupRuns) -> Pool:
         free_bytes = min((limit.free_bytes for limit in memory_limits()), default=0)
         capacity = self._options.worker_capacity(free_bytes, self._workers)
-        slab_bytes, min_object_bytes = pool_geometry(capacity, object_sizes)
+        slab_bytes, min_object_bytes = pool_geometry(capacity, groups.object_sizes)
         pool = Pool.create_memfd(
             capacity,
             slab_bytes=slab_bytes,
@@ -164,15 +164,25 @@ class PoolWorkerHandle:
             low_watermark=self._options.dram_low_watermark,
             lock_patience_s=LOCK_PATIENCE_S,
         )
+        if self._options.dram_prefault and not pool.prefault():
+            logger.warning("UMBP: dram_prefault: this kernel can't map the pool's pages early; go on without")
+        fitting = pool.capacity_bytes // slot_bytes(max(groups.object_sizes))
         # The options themselves are said once an engine, by its scheduler.
         logger.info(
-            "UMBP: %s of host memory for blocks of %s (%d fit); %s for all %d workers of this engine",
+            "UMBP: %s of host memory for %d blocks of %s; %s for all %d workers of this engine",
             format_size(pool.capacity_bytes),
-            " and ".join(map(format_size, object_sizes)),
-            pool.capacity_bytes // slot_bytes(max(object_sizes)),
+            fitting,
+            " and ".join(map(format_size, groups.object_sizes)),
             format_size(pool.capacity_bytes * self._workers),
             self._workers,
         )
+        if fitting < groups.block_count:
+            logger.warning(
+                "UMBP: the pool holds %d blocks, fewer than the %d of the engine's own KV memory: little "
+                "will be found in it; raise capacity_bytes or total_capacity_bytes",
+                fitting,
+                groups.block_count,
+            )
         return pool
 
     # Jobs
