@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,8 +15,8 @@ from typing import Protocol
 PAGE_BYTES = 4096
 
 _UNITS = {"B": 1}
-_UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)}
-_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
+_UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTP", start=1)}
+_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", start=1)}
 
 
 class Kind(Protocol):
@@ -114,15 +116,25 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Printable text that isn't blank and matches the whole pattern; `word` parses to `None`."""
+    """Printable text that isn't blank and matches the whole pattern; `word` parses to `None`.
+
+    `most_bytes` bounds its UTF-8.
+    """
 
     what: str
     pattern: str = r".*\S.*"
     word: str | None = None
+    most_bytes: int = 4096
 
     def parse(self, value: object) -> str | None:
-        if not isinstance(value, str) or not value.isprintable() or not re.fullmatch(self.pattern, value):
-            raise ValueError(f"must be {self.what}, not {shown(value)}")
+        if (
+            not isinstance(value, str)
+            or not value.isprintable()
+            or not re.fullmatch(self.pattern, value)
+            or len(value.encode()) > self.most_bytes
+        ):
+            length = f" of {len(value)} characters" if isinstance(value, str) and len(value) > 80 else ""
+            raise ValueError(f"must be {self.what}, not {shown(value)}{length}")
         return None if value == self.word else value
 
     def hint(self) -> str:
@@ -149,6 +161,10 @@ def parse_size(value: object) -> int:
     match = None
     if isinstance(value, str):
         match = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([A-Za-z]+)", value)
+    if match is None and isinstance(value, str) and re.fullmatch(r"[0-9]{1,20}", value):
+        raise ValueError(
+            f'has no unit in {shown(value)}; drop the quotes for bytes, or add a unit such as "{value}MiB"'
+        )
     if match is None:
         raise ValueError(f'must be a whole number of bytes or text such as "64GiB", not {shown(value)}')
     number, unit = match.groups()
@@ -160,19 +176,20 @@ def parse_size(value: object) -> int:
 
 def format_size(size_bytes: int) -> str:
     """A size for people; `parse_size` reads it back wherever two decimals suffice."""
-    power = min(max(size_bytes.bit_length() - 1, 0) // 10, 4)
+    power = min(max(size_bytes.bit_length() - 1, 0) // 10, 5)
     text = f"{size_bytes / 1024**power:.2f}".rstrip("0").rstrip(".")
-    return f"{text} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    return f"{text} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
 
 
 def nearest(value: object, words: Iterable[str]) -> str:
-    """`; did you mean 'x'?`, or nothing where nothing is near."""
-    found = get_close_matches(value.lower(), list(words), n=1) if isinstance(value, str) else []
-    return f"; did you mean '{found[0]}'?" if found else ""
+    """`; did you mean 'x'?`, or nothing where nothing is near. Case doesn't count."""
+    by_lower = {word.lower(): word for word in words}
+    found = get_close_matches(value.lower(), by_lower, n=1) if isinstance(value, str) else []
+    return f"; did you mean '{by_lower[found[0]]}'?" if found else ""
 
 
 def shown(value: object) -> str:
-    """A user's value as JSON's reader knows it, on one short line, whatever it is."""
+    """A user's value on one short line, whatever it is, by the names that JSON has for things."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -181,4 +198,10 @@ def shown(value: object) -> str:
         return f"a number of {value.bit_length()} bits"
     if isinstance(value, str):
         return repr(value if len(value) <= 80 else value[:77] + "...")
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, list | tuple):
+        return "an array"
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)
     return repr(value) if isinstance(value, int | float) else f"a {type(value).__name__}"

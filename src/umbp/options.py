@@ -9,14 +9,15 @@ The rules are strict, since a wrong option that passes shows itself much later, 
 - Flags are JSON's `true` and `false`: `"true"`, `1` and `0` are errors, and so are `true` for a number, `2.0`
   for a whole number, a number in quotes, and NaN.
 - A size is a whole number of bytes, or text with a unit written exactly (`64GiB`, `512 MiB`, `10GB`): KiB MiB
-  GiB TiB count by 1024, KB MB GB TB by 1000; `64G` and `64gb` are errors. Fractions of a byte are dropped.
-  From one page to 1 PiB: more is a slip.
+  GiB TiB PiB count by 1024, KB MB GB TB PB by 1000; `64G` and `64gb` are errors. Fractions of a byte are
+  dropped. From one page to 1 PiB: more is a slip.
 - `null` is an error: whoever wants the default leaves the option out.
+- What this version doesn't have yet is said before anything else is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -39,6 +40,12 @@ from umbp.kinds import (
 BUILT_IN_MODES = ("embedded", "standalone", "distributed")
 PLUG_IN = "plug-in"
 """Stands for every mode that is not built in, in `Option.modes`."""
+
+LATER_MODES = ("standalone", "distributed")
+"""The built-in modes that this version doesn't have yet."""
+
+LATER_OPTIONS = ("ssd_path", "ssd_capacity_bytes")
+"""The options that it doesn't have yet in any mode."""
 
 DEFAULT_SHARE = 4
 """Where no capacity is given, one part in so many of the free memory is taken."""
@@ -95,7 +102,7 @@ class Options:
     )
     key_namespace: str | None = _option(
         None,
-        Text("text that isn't blank", word="auto"),
+        Text("printable text of at most 200 characters, 200 bytes in UTF-8", word="auto", most_bytes=200),
         "separates pools whose bytes must never meet; your own value is used as it is, you answer for it",
         default='"auto"',
     )
@@ -203,7 +210,12 @@ class Options:
 
     def effective(self) -> dict[str, object]:
         """Every option that has an effect in this mode, by name, in the table's order."""
-        return {name: getattr(self, name) for name in OPTIONS if applies(name, self.mode)}
+        return {name: getattr(self, name) for name in OPTIONS if self._has_effect(name)}
+
+    def _has_effect(self, name: str) -> bool:
+        rival = OPTIONS[name].excludes
+        is_displaced = rival is not None and getattr(self, rival) is not None
+        return applies(name, self.mode) and name not in LATER_OPTIONS and not is_displaced
 
     def entries(self) -> list[str]:
         """The effective options as `name=value`; of nested settings only the names: they may be secrets."""
@@ -234,10 +246,11 @@ def parse_options(extra: Mapping[str, object]) -> Options:
     """
     if not isinstance(extra, Mapping):
         raise ConfigError(f"kv_connector_extra_config must be a JSON object, not {shown(extra)}")
+    mode = str(_parse("mode", extra.get("mode", "embedded")))
+    _require_built(mode, extra)
     for name in extra:
         if name not in OPTIONS:
             raise ConfigError(f"unknown option {shown(name)}{nearest(name, OPTIONS)}")
-    mode = str(_parse("mode", extra.get("mode", "embedded")))
     values: dict[str, Any] = {"lookup_async": mode == "distributed"}
     for name, value in extra.items():
         if not applies(name, mode):
@@ -272,8 +285,13 @@ def markdown_table() -> str:
         meaning += f"; not together with `{row.excludes}`" if row.excludes else ""
         meaning += f"; needs `{row.needs}`" if row.needs else ""
         meaning += "; must be given" if row.required_in else ""
+        meaning += "; not in this version yet" if _is_later(name) else ""
         lines.append(f"| `{name}` | {row.kind.hint()} | {default} | {modes} | {meaning} |")
     return "\n".join(lines) + "\n"
+
+
+def _is_later(name: str) -> bool:
+    return name in LATER_OPTIONS or set(OPTIONS[name].modes) <= set(LATER_MODES)
 
 
 def _parse(name: str, value: object) -> object:
@@ -281,6 +299,16 @@ def _parse(name: str, value: object) -> object:
         return OPTIONS[name].kind.parse(value)
     except ValueError as error:
         raise ConfigError(f"option '{name}' {error}") from None
+
+
+def _require_built(mode: str, names: Iterable[object]) -> None:
+    """`ConfigError` for what is planned but not in this version: nothing else about it is worth mending."""
+    if mode in LATER_MODES:
+        built = ", ".join(each for each in BUILT_IN_MODES if each not in LATER_MODES)
+        raise ConfigError(f"mode '{mode}' is not in this version yet; use {built}")
+    for name in names:
+        if name in LATER_OPTIONS:
+            raise ConfigError(f"option '{name}' is not in this version yet; leave it out")
 
 
 def _check_together(options: Options) -> None:
@@ -303,6 +331,7 @@ def _check_together(options: Options) -> None:
 
 def _without_effect(name: str, mode: str) -> str:
     text = f"option '{name}' has no effect in mode '{mode}', only in {', '.join(OPTIONS[name].modes)}"
+    text += ", which is not in this version yet" if _is_later(name) else ""
     return text if mode in BUILT_IN_MODES else text + nearest(mode, BUILT_IN_MODES)
 
 

@@ -10,8 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from umbp import options as options_module
 from umbp.errors import ConfigError
-from umbp.options import OPTIONS, Options, applies, capacity_per_worker, markdown_table, parse_options
+from umbp.kinds import nearest, shown
+from umbp.options import (
+    BUILT_IN_MODES,
+    LATER_MODES,
+    LATER_OPTIONS,
+    OPTIONS,
+    Options,
+    applies,
+    capacity_per_worker,
+    markdown_table,
+    parse_options,
+)
+from umbp.runtime.factory import BUILT_IN
 
 GiB = 1024**3
 
@@ -50,6 +63,13 @@ COMPANIONS = {"ssd_path": "ssd_capacity_bytes", "ssd_capacity_bytes": "ssd_path"
 MODES = ("embedded", "standalone", "distributed", "of-a-plug-in")
 
 
+@pytest.fixture
+def whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if everything in the table were in this version."""
+    monkeypatch.setattr(options_module, "LATER_MODES", ())
+    monkeypatch.setattr(options_module, "LATER_OPTIONS", ())
+
+
 def refused(extra: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         parse_options(extra)
@@ -67,6 +87,7 @@ def test_every_field_is_an_option_and_the_samples_cover_them_all() -> None:
     assert {each.name for each in fields(Options)} - {"given"} == set(OPTIONS) == set(RIGHT_VALUES)
 
 
+@pytest.mark.usefixtures("whole_table")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [name for name in RIGHT_VALUES if name != "mode"])
 def test_an_option_is_taken_in_its_modes_and_refused_in_the_others(name: str, mode: str) -> None:
@@ -109,6 +130,8 @@ def test_a_name_that_nothing_is_near_to_is_refused_without_advice() -> None:
         ("8KiB", 8192),
         ("1.5TiB", 3 * 1024**4 // 2),
         ("0.1MiB", 104857),
+        ("1PiB", 1024**5),
+        ("1PB", 1000**5),
     ],
 )
 def test_sizes_are_bytes_or_text_with_a_binary_or_decimal_unit(text: object, size_bytes: int) -> None:
@@ -118,13 +141,95 @@ def test_sizes_are_bytes_or_text_with_a_binary_or_decimal_unit(text: object, siz
 @pytest.mark.parametrize(
     "text",
     [
-        "12 parsecs", "64G", "64gb", "64GIB", "GiB", "", "64", "1e9B", "-1GiB", "1,5GiB", "64  GiB", " 64GiB",
-        "64GiB\n", "٣GiB", "1.GiB", 0, -1, 4095, "0GiB", "2000TiB", 10**400, 1e9, 4096.0, True, None, [4096],
+        "12 parsecs", "64G", "64gb", "64GIB", "GiB", "", "64", "4096", "2PiB", "1e9B", "-1GiB", "1,5GiB", "64  GiB",
+        " 64GiB", "64GiB\n", "٣GiB", "1.GiB", 0, -1, 4095, "0GiB", "2000TiB", 10**400, 1e9, 4096.0, True, None, [4096],
         {}, float("nan"), float("inf"), b"64GiB",
     ],
 )  # fmt: skip
 def test_what_is_not_a_size_is_refused(text: object) -> None:
     assert refused({"capacity_bytes": text}).startswith("option 'capacity_bytes' ")
+
+
+@pytest.mark.parametrize("digits", ["4096", "64", "0", "9" * 20])
+def test_a_number_in_quotes_is_told_to_drop_them_or_to_add_a_unit(digits: str) -> None:
+    message = refused({"capacity_bytes": digits})
+    assert f"has no unit in '{digits}'; drop the quotes" in message
+    assert f'add a unit such as "{digits}MiB"' in message
+
+
+def test_a_namespace_takes_up_to_200_printable_characters_and_says_so() -> None:
+    for right in ("n" * 200, "team a", "é" * 100):
+        assert parse_options({"key_namespace": right}).key_namespace == right
+    for wrong in ("n" * 201, "tab\there"):
+        assert "must be printable text of at most 200 characters" in refused({"key_namespace": wrong})
+    assert refused({"key_namespace": "n" * 201}).endswith("of 201 characters")
+
+
+@pytest.mark.parametrize("name", ["mode", "capacity_bytes", "num_workers", "verify", "load_async"])
+@pytest.mark.parametrize(
+    ("value", "called"),
+    [
+        ([1], "an array"),
+        ([], "an array"),
+        ({"a": 1}, "an object"),
+        (None, "null"),
+        (True, "true"),
+        (float("nan"), "NaN"),
+        (float("-inf"), "-Infinity"),
+    ],
+)
+def test_a_wrong_value_is_called_by_its_name_in_json(name: str, value: object, called: str) -> None:
+    assert shown(value) == called
+    if (name, value) != ("load_async", True):
+        assert refused({name: value}).endswith(f", not {called}")
+
+
+@pytest.mark.parametrize("word", ["UMBPConnector", "kv_both", "GiB", "K8sStore"])
+def test_the_nearest_word_is_found_whatever_its_case_and_given_as_it_is_written(word: str) -> None:
+    words = ("Other", "UMBPConnector", "kv_both", "GiB", "K8sStore")
+    for wrong in (word.lower(), word.upper(), word.swapcase(), word + "e", word[:-1]):
+        assert nearest(wrong, words) == f"; did you mean '{word}'?"
+    assert nearest("zzzzzz", words) == nearest(3, words) == ""
+
+
+def test_the_modes_of_this_version_are_those_that_have_a_runtime() -> None:
+    assert set(BUILT_IN) == set(BUILT_IN_MODES) - set(LATER_MODES)
+
+
+@pytest.mark.parametrize("mode", LATER_MODES)
+@pytest.mark.parametrize("others", [{}, {"pool": "../x"}, {"store": "redis"}, {"capcity_bytes": "1"}])
+def test_a_mode_of_a_later_version_is_refused_before_anything_else_is_asked_for(
+    mode: str, others: dict[str, object]
+) -> None:
+    assert refused({**others, "mode": mode}) == f"mode '{mode}' is not in this version yet; use embedded"
+
+
+@pytest.mark.parametrize("name", LATER_OPTIONS)
+@pytest.mark.parametrize("mode", ["embedded", "of-a-plug-in"])
+@pytest.mark.parametrize("value", [None, "relative", "1GiB"])
+def test_an_option_of_a_later_version_is_refused_before_its_value_or_companion(
+    name: str, mode: str, value: object
+) -> None:
+    message = refused({"capcity_bytes": 1, "mode": mode, name: value})
+    assert message == f"option '{name}' is not in this version yet; leave it out"
+
+
+def test_an_option_of_a_mode_of_a_later_version_says_so() -> None:
+    message = refused({"pool": "shared"})
+    assert message.endswith("only in standalone, which is not in this version yet")
+
+
+@pytest.mark.parametrize("name", ["capacity_bytes", "total_capacity_bytes"])
+def test_of_two_that_exclude_each_other_only_the_one_that_counts_is_effective(name: str) -> None:
+    options = parse_options({name: "1GiB"})
+    rival = OPTIONS[name].excludes
+    assert name in options.effective()
+    assert rival not in options.effective()
+    assert [entry for entry in options.entries() if "capacity" in entry] == [f"{name}=1 GiB"]
+
+
+def test_what_is_not_in_this_version_is_not_among_the_effective_options() -> None:
+    assert not set(Options().effective()) & set(LATER_OPTIONS)
 
 
 def test_an_unknown_unit_is_named_and_a_near_one_offered() -> None:
@@ -166,15 +271,21 @@ def test_an_unknown_unit_is_named_and_a_near_one_offered() -> None:
         ("key_namespace", "  "),
         ("key_namespace", "two\nlines"),
         ("key_namespace", 7),
+        ("key_namespace", "n" * 201),
+        ("key_namespace", "é" * 101),
+        ("key_namespace", "a\u200bb"),
+        ("key_namespace", "\ud800"),
         ("mode", ""),
         ("mode", None),
         ("mode", "../x"),
-        ("ssd_path", "relative/path"),
-        ("ssd_path", "/with\0zero"),
+        ("pool_dir", "relative/path"),
+        ("pool_dir", "/with\0zero"),
     ],
 )
+@pytest.mark.usefixtures("whole_table")
 def test_a_value_of_the_wrong_kind_or_range_is_refused_by_the_options_name(name: str, value: object) -> None:
-    assert refused({name: value}).startswith(f"option '{name}' must be ")
+    companions = {"mode": "standalone", "pool": "shared"} if name == "pool_dir" else {}
+    assert refused({**companions, name: value}).startswith(f"option '{name}' must be ")
 
 
 def test_words_that_stand_for_the_default_are_taken() -> None:
@@ -196,11 +307,13 @@ def test_two_capacities_exclude_each_other() -> None:
     assert "'capacity_bytes' and 'total_capacity_bytes' exclude each other" in refused(both)
 
 
+@pytest.mark.usefixtures("whole_table")
 def test_the_ssd_tier_needs_both_of_its_options() -> None:
     assert refused({"ssd_path": "/mnt/ssd"}) == "option 'ssd_path' needs option 'ssd_capacity_bytes'"
     assert refused({"ssd_capacity_bytes": "1GiB"}) == "option 'ssd_capacity_bytes' needs option 'ssd_path'"
 
 
+@pytest.mark.usefixtures("whole_table")
 @pytest.mark.parametrize(("mode", "name"), [("standalone", "pool"), ("distributed", "store")])
 def test_a_mode_names_the_option_that_it_needs(mode: str, name: str) -> None:
     assert f"mode '{mode}' needs option '{name}'" in refused({"mode": mode})
@@ -215,6 +328,7 @@ def test_the_low_watermark_is_not_above_the_high_one_and_follows_it() -> None:
     assert parse_options({"dram_low_watermark": 0.99}).dram_high_watermark == 1.0
 
 
+@pytest.mark.usefixtures("whole_table")
 def test_lookups_are_asynchronous_by_default_in_distributed_mode_alone() -> None:
     assert not parse_options({}).lookup_async
     assert parse_options({"mode": "distributed", "store": "mooncake"}).lookup_async
@@ -229,6 +343,7 @@ def test_a_mode_that_is_not_built_in_gets_its_own_options_as_they_are() -> None:
     assert not options.is_built_in
 
 
+@pytest.mark.usefixtures("whole_table")
 def test_options_are_values() -> None:
     options = parse_options({"mode": "distributed", "store": "mooncake", "store_options": {"a": [1]}})
     with pytest.raises(FrozenInstanceError):
@@ -274,6 +389,7 @@ def test_the_log_line_is_one_line_with_sizes_per_worker_engine_and_host() -> Non
     assert line.endswith("; pool: 64 GiB per worker, 128 GiB per engine of 2, 256 GiB on this host")
 
 
+@pytest.mark.usefixtures("whole_table")
 def test_the_log_line_keeps_secrets() -> None:
     options = parse_options(
         {"mode": "distributed", "store": "redis", "store_options": {"password": "hunter2"}}
@@ -286,6 +402,8 @@ def test_the_table_has_a_row_for_each_option() -> None:
     rows = markdown_table().splitlines()[2:]
     assert [row.split("`")[1] for row in rows] == list(OPTIONS)
     assert all(row.count(" | ") == 4 for row in rows)
+    later = {name for name, row in zip(OPTIONS, rows, strict=True) if "not in this version yet" in row}
+    assert later == {*LATER_OPTIONS, *("pool", "pool_dir", "namespace_quota", "store", "store_options")}
 
 
 JSON_VALUES = st.recursive(
@@ -323,9 +441,14 @@ def test_any_mapping_parses_or_is_refused_in_one_line(
     assert repr(mapping) == before
 
 
+REASONS = ("has no effect in mode", "needs option", "exclude", "not in this version yet")
+
+
 @given(right=st.dictionaries(st.sampled_from(sorted(RIGHT_VALUES)), st.none(), max_size=12))
-def test_right_values_are_refused_only_for_the_mode_a_need_or_an_exclusion(right: dict[str, None]) -> None:
+def test_right_values_are_refused_only_for_the_mode_the_version_a_need_or_an_exclusion(
+    right: dict[str, None],
+) -> None:
     try:
         parse_options({name: RIGHT_VALUES[name] for name in right})
     except ConfigError as error:
-        assert any(reason in str(error) for reason in ("has no effect in mode", "needs option", "exclude"))
+        assert any(reason in str(error) for reason in REASONS)
