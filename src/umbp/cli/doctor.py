@@ -40,7 +40,7 @@ def doctor(kv_transfer_config: str | None, as_json: bool) -> None:
         more, options = checks.check_transfer_config(config)
         found.extend(more)
     found.extend(checks.check_memory(options))
-    if not as_json:
+    if not as_json and checks.installed_vllm() is not None:
         click.echo("Importing vLLM, which takes a while ...", err=True)
     found.extend(checks.check_vllm())
     is_well = all(check.state != "bad" for check in found)
