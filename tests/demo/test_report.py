@@ -107,6 +107,26 @@ def test_the_table_shows_the_times_and_takes_the_answer_as_plain_text() -> None:
     assert "NO other" not in printed
 
 
+@pytest.mark.parametrize("width", [30, 40, 50, 60, 79, 80, 100, 200])
+def test_the_result_is_readable_at_every_width(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width)
+    report.show(console, GOOD, USED)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines)
+    assert "…" not in console.file.getvalue()
+    for part in (
+        "new to the engine (cold)",
+        "in the engine's own cache",
+        "restored from UMBP's pool",
+        "4.000 .. 4.000",
+        "0.110",
+        "0.028",
+    ):
+        assert any(part in line for line in lines), f"{part!r} is whole on one line"
+    assert "not computed" in console.file.getvalue()
+
+
 def test_the_table_says_loudly_when_answers_differ() -> None:
     console = Console(file=io.StringIO(), width=120)
     report.show(console, with_round(restored=answer(0.11, 2880, -1.5)), USED)

