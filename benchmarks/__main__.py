@@ -6,9 +6,12 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks import side_by_side
+from benchmarks import short_hits, side_by_side
 
-BENCHMARKS: dict[str, Callable[[bool], int]] = {"side_by_side": side_by_side.run}
+BENCHMARKS: dict[str, Callable[[bool], int]] = {
+    "side_by_side": side_by_side.run,
+    "short_hits": short_hits.run,
+}
 """Name -> what runs it, small or not; it returns the exit code."""
 
 

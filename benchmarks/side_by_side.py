@@ -21,7 +21,7 @@ from e2e.harness import EngineProcess, Result, gained, random_prompt
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PROMPT_TOKENS = 4000
-ROUNDS = 3
+ROUNDS = 5
 LOCAL_HITS = "vllm:prefix_cache_hits"
 WARM_UP_SEED = 1
 
