@@ -58,9 +58,6 @@ def test_every_import_package_carries_its_type_marker() -> None:
 
 
 def test_the_readme_has_the_current_table_of_options(project_root: Path) -> None:
-    readme = project_root / "README.md"
-    if not readme.exists() or "<!-- options -->" not in readme.read_text():
-        pytest.skip("README.md has no <!-- options --> marker yet")
     check = [sys.executable, str(project_root / "scripts" / "update_readme.py"), "--check"]
     assert subprocess.run(check, capture_output=True, text=True, check=False).stderr == ""
 
@@ -68,7 +65,8 @@ def test_the_readme_has_the_current_table_of_options(project_root: Path) -> None
 def test_no_file_names_the_folder_it_was_written_in(project_root: Path) -> None:
     """What is shipped speaks of itself, not of the machine that it was made on."""
     parent = str(project_root.parent) + "/"
-    if len(project_root.parents) < 2 or parent in ("//", "/tmp/", "/home/", "/src/", "/opt/", "/root/"):
+    is_common = project_root.parent == Path.home() or parent in ("//", "/tmp/", "/home/", "/src/", "/opt/")
+    if len(project_root.parents) < 2 or is_common:
         pytest.skip(f"{parent} is too common a folder to look for")
     pattern = re.compile(r"(?<![\w.])" + re.escape(parent))
     assert [name for name, text in tracked_texts(project_root) if pattern.search(text)] == []
