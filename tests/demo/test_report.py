@@ -116,15 +116,15 @@ def test_the_result_is_readable_at_every_width(width: int) -> None:
     assert all(len(line) <= width for line in lines)
     assert "…" not in console.file.getvalue()
     for part in (
-        "new to the engine (cold)",
-        "in the engine's own cache",
-        "restored from UMBP's pool",
+        "new (cold)",
+        "in vLLM's own cache",
+        "in UMBP's pool",
         "4.000 .. 4.000",
         "0.110",
         "0.028",
     ):
         assert any(part in line for line in lines), f"{part!r} is whole on one line"
-    assert "not computed" in console.file.getvalue()
+    assert "reused" in console.file.getvalue()
 
 
 def test_the_table_says_loudly_when_answers_differ() -> None:

@@ -68,7 +68,7 @@ def show(console: Console, result: Measurement, used: Mapping[str, str]) -> None
     title = f"{last.cold.prompt_tokens} tokens, time to first token, median of {len(result.rounds)}"
     rows = _rows(result)
     table = Table(title=title, title_justify="left")
-    for column in ("the document was", "seconds", "from .. to", "of cold", "tokens not computed"):
+    for column in ("the document was", "seconds", "from .. to", "of cold", "reused"):
         table.add_column(column, justify="right" if table.columns else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
@@ -80,7 +80,7 @@ def show(console: Console, result: Measurement, used: Mapping[str, str]) -> None
             console.print(f"{name}:", highlight=False)
             console.print(f"  {seconds} s, {of_cold} of cold")
             console.print(f"  from {span} s")
-            console.print(f"  {cached} tokens not computed")
+            console.print(f"  {cached} tokens reused")
     moved = f"{result.tokens_restored} tokens, {result.bytes_restored / 1e6:.1f} MB"
     console.print(
         f"Restored a round: {moved}; {result.restored_s / result.engine_hit_s:.2f} of the engine's own hit."
@@ -104,9 +104,9 @@ def _rows(result: Measurement) -> list[tuple[str, str, str, str, str]]:
     return [
         (name, f"{time_s:.3f}", _span(answers), f"{time_s / result.cold_s:.3f}", _cached(answers))
         for name, time_s, answers in (
-            ("new to the engine (cold)", result.cold_s, [each.cold for each in result.rounds]),
-            ("in the engine's own cache", result.engine_hit_s, [each.engine_hit for each in result.rounds]),
-            ("restored from UMBP's pool", result.restored_s, [each.restored for each in result.rounds]),
+            ("new (cold)", result.cold_s, [each.cold for each in result.rounds]),
+            ("in vLLM's own cache", result.engine_hit_s, [each.engine_hit for each in result.rounds]),
+            ("in UMBP's pool", result.restored_s, [each.restored for each in result.rounds]),
         )
     ]
 
