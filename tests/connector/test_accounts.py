@@ -218,7 +218,7 @@ def test_an_entry_closes_once_when_every_rank_has_reported() -> None:
     ledger: Ledger[StoreEntry] = Ledger(
         2, lambda entry, result: closed.append((entry, result.failed_objects))
     )
-    entry = StoreEntry((1, 2), BLOCK)
+    entry = StoreEntry((1, 2), BLOCK, ())
     event = ledger.open(entry)
     ledger.report(event, StoreEventResult(0, {(0, b"a")}))
     ledger.report(event, StoreEventResult(1, {(0, b"b")}))
@@ -245,7 +245,7 @@ def test_event_numbers_are_never_used_again() -> None:
     ledger: Ledger[StoreEntry] = Ledger(1, lambda entry, result: None)
     events = []
     for _ in range(5):
-        events.append(ledger.open(StoreEntry((1,), BLOCK)))
+        events.append(ledger.open(StoreEntry((1,), BLOCK, ())))
         ledger.report(events[-1], StoreEventResult(1))
     assert len(set(events)) == 5
 

@@ -108,11 +108,6 @@ def _cpu_attention_isa(vllm_config: VllmConfig, spec: Any) -> str:
     return _get_attn_isa(dtype, spec.block_size, head_size, vllm_config.cache_config.cache_dtype)
 
 
-def worker_rank_in_engine(vllm_config: VllmConfig) -> int:
-    """This worker's index among its engine's workers, from 0."""
-    return int(vllm_config.parallel_config.rank)
-
-
 def has_forward(forward_context: Any) -> bool:
     """Whether the step that this context belongs to runs the model."""
     return forward_context is not None and forward_context.attn_metadata is not None

@@ -26,7 +26,7 @@ COUNTERS: dict[str, str] = {
     "loaded_tokens": "Tokens whose KV was restored from the pool on every rank.",
     "failed_load_tokens": "Promised tokens that could not be restored and were recomputed.",
     "stored_tokens": "Tokens whose KV every rank has put into the pool, or found there.",
-    "dropped_store_tokens": "Tokens whose KV some rank could not put into the pool.",
+    "dropped_store_tokens": "Tokens whose KV some rank could not put into the pool, and all after them.",
     "failed_load_requests": "Requests with a block that could not be restored.",
     "loaded_bytes": "Bytes copied from the pool into the engine's KV memory, over all ranks.",
     "stored_bytes": "Bytes copied from the engine's KV memory into the pool, over all ranks.",

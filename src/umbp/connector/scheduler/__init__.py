@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
-
 from umbp.connector import compat
 from umbp.connector.scheduler.account import Ledger, LoadEntry, Quarantine, StoreEntry
 from umbp.connector.scheduler.match import Matcher
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-logger = init_logger("vllm.umbp")
 
 
 class SchedulerSide:
@@ -160,20 +156,26 @@ class SchedulerSide:
 
     def _plan_stores(self, output: SchedulerOutput, meta: UMBPConnectorMetadata) -> None:
         pinned: list[int] = []
+        hashes: list[tuple[str, tuple[bytes, ...]]] = []
         for request_id, computed_tokens in compat.scheduled_requests(output):
             state = self._requests.get(request_id)
             if state is None or state.is_loading:
                 # A step that waits for a request's load computes garbage on every rank if the load fails on
                 # one, and only that rank knows in time: what it computes is stored once all have reported.
                 continue
+            if state.has_lost_store:
+                self._stats.add("dropped_store_tokens", self._planner.skip(state, computed_tokens))
+                continue
             span = self._planner.storable(state, computed_tokens, output)
             if span is not None:
                 meta.store_requests[request_id] = self._planner.store_batch(request_id, span)
                 pinned.extend(span.block_ids)
+                hashes.append((request_id, span.block_hashes))
         if pinned:
             assert self._block_pool is not None
             compat.pin_blocks(self._block_pool, pinned)
-            meta.store_event = self._stores.open(StoreEntry(tuple(pinned), self._block_tokens))
+            entry = StoreEntry(tuple(pinned), self._block_tokens, tuple(hashes))
+            meta.store_event = self._stores.open(entry)
 
     def settle(self, output: KVConnectorOutput) -> None:
         """Take in what the workers report."""
@@ -297,6 +299,11 @@ class SchedulerSide:
     def _close_store(self, entry: StoreEntry, result: StoreEventResult) -> None:
         assert self._block_pool is not None
         compat.unpin_blocks(self._block_pool, entry.block_ids)
+        failed = {block_hash for _, block_hash in result.failed_objects}
+        for request_id, block_hashes in entry.hashes_by_request:
+            state = self._requests.get(request_id)
+            if state is not None and not failed.isdisjoint(block_hashes):
+                state.has_lost_store = True
         dropped = min(len(result.failed_objects), len(entry.block_ids))
         self._stats.add("dropped_store_tokens", dropped * entry.block_tokens)
         self._stats.add("stored_tokens", (len(entry.block_ids) - dropped) * entry.block_tokens)

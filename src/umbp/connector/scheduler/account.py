@@ -33,6 +33,7 @@ class StoreEntry:
 
     block_ids: tuple[int, ...]
     block_tokens: int
+    hashes_by_request: tuple[tuple[str, tuple[bytes, ...]], ...]
 
 
 Entry = TypeVar("Entry", LoadEntry, StoreEntry)

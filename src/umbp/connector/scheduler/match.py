@@ -9,15 +9,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from vllm.logger import init_logger
-
 from umbp.connector import compat
 from umbp.connector.scheduler.account import Quarantine
 from umbp.connector.scheduler.pool_view import PoolView
 from umbp.connector.scheduler.state import Answer, Promise, RequestState
 from umbp.options import Options
-
-logger = init_logger("vllm.umbp")
 
 
 class Matcher:

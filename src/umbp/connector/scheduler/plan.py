@@ -74,9 +74,7 @@ class Planner:
             return None
         request = state.request
         hashes = request.block_hashes
-        tokens = computed_tokens if self._with_output else min(computed_tokens, request.num_prompt_tokens)
-        full = min(tokens // self._block_tokens, len(hashes))
-        saved = min(state.tracker.saved_tokens // self._block_tokens, full)
+        saved, full = self._unsaved(state, computed_tokens)
         if full <= saved:
             return None
         table = compat.block_table(output, request.request_id)
@@ -89,3 +87,20 @@ class Planner:
             return None
         parent = hashes[first - 1] if first else None
         return BlockSpan(tuple(table[first:full]), tuple(hashes[first:full]), parent)
+
+    def skip(self, state: RequestState, computed_tokens: int) -> int:
+        """Move the request's mark past the blocks that are full once this step has run; returns their
+        tokens.
+        """
+        saved, full = self._unsaved(state, computed_tokens)
+        state.tracker.mark_saved(full * self._block_tokens, self._block_tokens)
+        return (full - saved) * self._block_tokens
+
+    def _unsaved(self, state: RequestState, computed_tokens: int) -> tuple[int, int]:
+        """The span `[saved, full)` of blocks beyond the request's mark that are full once this step has
+        run.
+        """
+        request = state.request
+        tokens = computed_tokens if self._with_output else min(computed_tokens, request.num_prompt_tokens)
+        full = min(tokens // self._block_tokens, len(request.block_hashes))
+        return min(state.tracker.saved_tokens // self._block_tokens, full), full

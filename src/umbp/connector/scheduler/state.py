@@ -43,6 +43,8 @@ class RequestState:
     promise: Promise | None = None
     is_loading: bool = False
     has_failed_load: bool = False
+    has_lost_store: bool = False
+    """A block of it found no place in the pool: what comes after could not be found, and is not stored."""
     is_stale: bool = False
     """Computed before a reset: its blocks must not be stored any more."""
     was_counted: bool = False
@@ -52,4 +54,5 @@ class RequestState:
         """The engine took its blocks away: whatever it computes next is new."""
         self.tracker.replace_blocks(())
         self.answer = None
+        self.has_lost_store = False
         self.is_stale = False
