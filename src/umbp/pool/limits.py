@@ -21,7 +21,7 @@ class MemoryLimit:
 def memory_limits(root: Path = Path("/"), path: str | os.PathLike[str] | None = None) -> list[MemoryLimit]:
     """Every bound that can be read. `root` stands for `/` in tests; `path` names a file on the pool's file
     system."""
-    limits = [*_cgroup_v2(root), *_cgroup_v1(root)]
+    limits = [limit for version in _VERSIONS for limit in _cgroup_limits(root, version)]
     available = _available_bytes(root)
     if available is not None:
         limits.append(MemoryLimit("the host's available memory", available))
@@ -45,31 +45,40 @@ def refuse_over_limit(wanted_bytes: int, limits: list[MemoryLimit], what: str = 
         )
 
 
-def _cgroup_v2(root: Path) -> list[MemoryLimit]:
+@dataclass(frozen=True, slots=True)
+class _Cgroups:
+    """Where one version of cgroups keeps its figures; `reclaimable` are the entries of `memory.stat` that the
+    kernel gives up before it refuses anybody.
+    """
+
+    controller: str
+    mount: str
+    limit: str
+    used: str
+    reclaimable: tuple[str, ...]
+
+
+_VERSIONS = (
+    _Cgroups("", "sys/fs/cgroup", "memory.max", "memory.current", ("active_file", "inactive_file")),
+    _Cgroups(
+        "memory",
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_active_file", "total_inactive_file"),
+    ),
+)
+
+
+def _cgroup_limits(root: Path, version: _Cgroups) -> list[MemoryLimit]:
     """The group and all above it: each of them bounds."""
     limits = []
-    for group in _groups(root, "", root / "sys/fs/cgroup"):
-        most = _number(group / "memory.max")
-        used = _number(group / "memory.current")
+    for group in _groups(root, version.controller, root / version.mount):
+        most, used = _number(group / version.limit), _number(group / version.used)
         if most is None or used is None or most >= _UNLIMITED:
             continue
         stat = _table(group / "memory.stat")
-        cache = stat.get("active_file", 0) + stat.get("inactive_file", 0)
-        limits.append(
-            MemoryLimit(f"the memory limit of cgroup {_name(group, root)}", max(0, most - used + cache))
-        )
-    return limits
-
-
-def _cgroup_v1(root: Path) -> list[MemoryLimit]:
-    limits = []
-    for group in _groups(root, "memory", root / "sys/fs/cgroup/memory"):
-        most = _number(group / "memory.limit_in_bytes")
-        used = _number(group / "memory.usage_in_bytes")
-        if most is None or used is None or most >= _UNLIMITED:
-            continue
-        stat = _table(group / "memory.stat")
-        cache = stat.get("total_active_file", 0) + stat.get("total_inactive_file", 0)
+        cache = sum(stat.get(name, 0) for name in version.reclaimable)
         limits.append(
             MemoryLimit(f"the memory limit of cgroup {_name(group, root)}", max(0, most - used + cache))
         )

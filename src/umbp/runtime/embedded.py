@@ -48,14 +48,15 @@ class EmbeddedRuntime:
 
 
 def _refuse_unbuilt(options: Options) -> None:
-    """An option without effect would be found out much later; say so at the start."""
+    """A value without effect would be found out much later; say so at the start. (The parser refuses what
+    isn't built at all.)
+    """
     unbuilt = {
         "eviction_policy": options.eviction_policy == "hazard",
         "write_policy": options.write_policy == "lazy",
         "dram_use_hugepages": options.dram_use_hugepages is True,
         "dram_numa_node": options.dram_numa_node != -1,
         "lookup_async": options.lookup_async,
-        "ssd_path": options.ssd_path is not None,
     }
     for name, is_asked in unbuilt.items():
         if is_asked:
