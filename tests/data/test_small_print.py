@@ -75,7 +75,10 @@ DEFAULTS: list[tuple[type[Any], dict[str, Any]]] = [
             "block_size": 1,
         },
     ),
-    (KVLayoutDescriptor, {"regions": ..., "topology": ..., "layout_format": "rank_local"}),
+    (
+        KVLayoutDescriptor,
+        {"regions": ..., "topology": ..., "layout_format": "rank_local", "kv_tp_replicas": 1},
+    ),
     (
         BlockTransferPlan,
         {
@@ -342,6 +345,13 @@ def test_a_descriptor_has_a_format_and_no_layer_twice() -> None:
     with pytest.raises(ValueError, match=r"layer\.7"):
         KVLayoutDescriptor((region, region), RankTopology())
     assert KVLayoutDescriptor((region,), RankTopology()).object_size == 32
+
+
+@pytest.mark.parametrize("replicas", [0, -1, 3, 8])
+def test_replicas_must_divide_the_tensor_parallel_ranks(replicas: int) -> None:
+    assert KVLayoutDescriptor((), RankTopology(tp_size=4), kv_tp_replicas=2).kv_tp_replicas == 2
+    with pytest.raises(ValueError, match="kv_tp_replicas"):
+        KVLayoutDescriptor((), RankTopology(tp_size=4), kv_tp_replicas=replicas)
 
 
 def planner() -> KVLayoutPlanner:

@@ -58,9 +58,15 @@ class KVLayoutDescriptor:
     regions: tuple[KVRegion, ...]
     topology: RankTopology
     layout_format: str = "rank_local"
+    kv_tp_replicas: int = 1
+    """So many consecutive tensor-parallel ranks hold identical KV; a pool that they share keeps it once."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "regions", tuple(self.regions))
+        if self.kv_tp_replicas < 1 or self.topology.tp_size % self.kv_tp_replicas:
+            raise ValueError(
+                f"kv_tp_replicas must divide tp_size {self.topology.tp_size}, not be {self.kv_tp_replicas}"
+            )
         if not self.layout_format:
             raise ValueError("layout_format must not be empty")
         names = [region.layer_name for region in self.regions]
@@ -109,8 +115,10 @@ class KVLayoutPlanner:
     def object_size(self) -> int:
         return sum(region.block_bytes for region in self.regions)
 
-    def describe(self, topology: RankTopology, layout_format: str = "rank_local") -> KVLayoutDescriptor:
-        return KVLayoutDescriptor(self.regions, topology, layout_format)
+    def describe(
+        self, topology: RankTopology, layout_format: str = "rank_local", kv_tp_replicas: int = 1
+    ) -> KVLayoutDescriptor:
+        return KVLayoutDescriptor(self.regions, topology, layout_format, kv_tp_replicas)
 
     def register_kv_caches(self, kv_caches: Mapping[str, TensorLike]) -> None:
         """Learn addresses and physical strides of every planned layer; other layers are ignored.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,8 @@ logger = logging.getLogger("vllm.umbp")
 PUBLISH_TRIES = 5
 """How often a publish asks a busy lock again before its objects are given up."""
 
+Engine: TypeAlias = CopyEngine | StagedEngine
+
 SLAB_BYTES = 16 << 20
 SLABS_AT_LEAST = 64
 """Slabs are this large, or smaller where a pool would have fewer than so many."""
@@ -36,9 +38,8 @@ class ObjectMover:
     A store's slots stay reserved under their keys until `publish` or `abandon`.
     """
 
-    def __init__(
-        self, pool: Pool, namespace_id: int, engine: CopyEngine | StagedEngine, has_checksums: bool
-    ) -> None:
+    def __init__(self, pool: Pool, namespace_id: int, engine: Engine, has_checksums: bool) -> None:
+        """The engine stays its owner's."""
         self._pool = pool
         self._namespace_id = namespace_id
         self._engine = engine
@@ -46,9 +47,12 @@ class ObjectMover:
         self._unpublished: dict[str, int] = {}
         """Tickets by key: the storing thread adds, the publishing one takes, one operation at a time."""
 
-    def use(self, engine: CopyEngine | StagedEngine) -> None:
-        """Copy by another engine from now on; the one before is closed. No job may run."""
-        self._engine.close()
+    @property
+    def pool(self) -> Pool:
+        return self._pool
+
+    def use(self, engine: Engine) -> None:
+        """Copy by another engine from now on. No job may run."""
         self._engine = engine
 
     def fence(self) -> object:
@@ -57,7 +61,7 @@ class ObjectMover:
 
     def load(self, move: Move, fence: object) -> Moved:
         """Fill blocks from the pool. Objects that are absent or damaged are lost, each by itself."""
-        tickets, outcomes = self._pool.acquire(move.keys)
+        tickets, outcomes = self._pool.acquire(move.names)
         rows = np.flatnonzero(outcomes == Outcome.HIT)
         held = tickets[rows]
         blocks = np.asarray(move.block_ids)[rows]
@@ -76,7 +80,7 @@ class ObjectMover:
                 moved.finish(key, move.runs.object_bytes)
             else:
                 moved.lose(key, f"copy failed: {CopyStatus(status).name.lower()}")
-                damaged += [key] if status == CopyStatus.BAD_CHECKSUM else []
+                damaged += [move.names[row]] if status == CopyStatus.BAD_CHECKSUM else []
         if damaged:
             logger.warning("UMBP: removed %d objects whose checksum was wrong", len(damaged))
             self._pool.remove(damaged)
@@ -85,7 +89,7 @@ class ObjectMover:
     def store(self, move: Move, fence: object) -> Moved:
         """Copy blocks into reserved slots. What is stored already is done; what finds no room is lost."""
         tickets, outcomes = self._pool.reserve(
-            self._namespace_id, move.keys, move.runs.object_bytes, move.parent_keys
+            self._namespace_id, move.names, move.runs.object_bytes, move.parent_names
         )
         rows = np.flatnonzero(outcomes == Outcome.RESERVED)
         blocks = np.asarray(move.block_ids)[rows]
@@ -110,8 +114,9 @@ class ObjectMover:
                 moved.lose(key, f"copy failed: {CopyStatus(status).name.lower()}")
         for row in np.flatnonzero(outcomes != Outcome.RESERVED).tolist():
             key, outcome = move.keys[row], Outcome(outcomes[row])
-            # Busy: by an earlier row, or an earlier job that is not published yet; or by somebody else.
-            if outcome is Outcome.EXISTS or (outcome is Outcome.BUSY and key in self._unpublished):
+            # Busy: being written by an earlier row or job of ours, or by another process that shares the
+            # pool. Should that one fail, the object is missing, as if it had been evicted.
+            if outcome is Outcome.EXISTS or (outcome is Outcome.BUSY and key not in moved.lost):
                 moved.finish(key, 0)
             else:
                 moved.lose(key, f"no room: {outcome.name.lower()}")
@@ -144,7 +149,6 @@ class ObjectMover:
     def close(self) -> None:
         """Give back what is not published. No job may run."""
         self.abandon(list(self._unpublished))
-        self._engine.close()
 
     def _take(self, keys: Sequence[str]) -> dict[str, int]:
         tickets = {key: self._unpublished.pop(key, None) for key in dict.fromkeys(keys)}
@@ -186,7 +190,7 @@ class Moved:
         return [left.pop(key, 0) for key in keys]
 
 
-def engine_for(kv_caches: Mapping[str, TensorLike], threads: int) -> CopyEngine | StagedEngine:
+def engine_for(kv_caches: Mapping[str, TensorLike], threads: int) -> Engine:
     """Direct copies for KV in host memory, staged ones for KV on a device."""
     devices = {str(getattr(tensor, "device", "cpu")).partition(":")[0] for tensor in kv_caches.values()}
     if devices == {"cpu"}:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from umbp.data import (
+    BlockIdentityCodec,
     BlockLoadBatch,
     BlockStoreBatch,
     BlockTransferPlan,
@@ -29,14 +30,23 @@ class Move:
     runs: BlockRuns
     keys: Sequence[str]
     block_ids: Sequence[int]
-    parent_keys: Sequence[str | None] | None = None
+    names: Sequence[str]
+    """The keys under which the pool has the objects: the worker's own, or those of the rank that stands for
+    all that hold the same."""
+    parent_names: Sequence[str | None] | None = None
 
 
 class GroupRuns:
     """The runs of every cache group, and of all groups together, over one registration of KV caches."""
 
-    def __init__(self, layout: KVLayoutDescriptor, kv_caches: Mapping[str, TensorLike]) -> None:
+    def __init__(
+        self,
+        layout: KVLayoutDescriptor,
+        kv_caches: Mapping[str, TensorLike],
+        shared_codec: BlockIdentityCodec | None = None,
+    ) -> None:
         """`ValueError` where a layer is missing or can't be expressed."""
+        self._shared_codec = shared_codec
         missing = sorted(r.layer_name for r in layout.regions if r.layer_name not in kv_caches)
         if missing:
             raise ValueError(f"KV caches are missing for planned layers: {', '.join(missing)}")
@@ -72,15 +82,17 @@ class GroupRuns:
         for plan in plans:
             runs = _ranged(plan) if plan.ranges else self._group(plan.group_id)
             block_id = 0 if plan.ranges else plan.block_id
-            yield Move(runs, [plan.key], [block_id], [_parent_key(plan.key, plan.parent_block_hash)])
+            names = self._names([plan.key])
+            yield Move(runs, [plan.key], [block_id], names, [_parent_key(names[0], plan.parent_block_hash)])
 
     def _batch_moves(self, batch: BlockLoadBatch | BlockStoreBatch) -> Iterator[Move]:
+        names = self._names(batch.keys)
         parents: Sequence[str | None] | None = None
         if isinstance(batch, BlockStoreBatch):
-            parents = list(map(_parent_key, batch.keys, batch.parent_block_hashes))
+            parents = list(map(_parent_key, names, batch.parent_block_hashes))
         groups = set(batch.group_ids)
         if len(groups) == 1:
-            yield Move(self._group(groups.pop()), batch.keys, batch.block_ids, parents)
+            yield Move(self._group(groups.pop()), batch.keys, batch.block_ids, names, parents)
             return
         for group_id in sorted(groups):
             rows = [row for row, group in enumerate(batch.group_ids) if group == group_id]
@@ -88,8 +100,12 @@ class GroupRuns:
                 self._group(group_id),
                 [batch.keys[row] for row in rows],
                 [batch.block_ids[row] for row in rows],
+                [names[row] for row in rows],
                 None if parents is None else [parents[row] for row in rows],
             )
+
+    def _names(self, keys: Sequence[str]) -> Sequence[str]:
+        return keys if self._shared_codec is None else self._shared_codec.localize(keys)
 
     def _group(self, group_id: int | None) -> BlockRuns:
         if group_id not in self._runs:

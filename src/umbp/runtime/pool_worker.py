@@ -2,6 +2,9 @@
 
 The handle's methods run on the worker's thread; the copies run on threads of the handle's own, loads and
 stores each on theirs, so that a load never waits behind a store. Neither holds the GIL while bytes move.
+
+A pool may be replaced while the engine runs: jobs end in the pool that they began in, and the next job finds
+the new one.
 """
 
 from __future__ import annotations
@@ -11,23 +14,20 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from umbp.data import (
+    BlockIdentityCodec,
     BlockTransferPlan,
     KVLayoutDescriptor,
-    RankTopology,
     TensorLike,
     TransferJobState,
     TransferJobStatus,
-    UMBPNamespace,
 )
-from umbp.kinds import format_size
 from umbp.options import Options
-from umbp.pool import Pool, slot_bytes
-from umbp.pool.limits import memory_limits
+from umbp.pool import Pool
 from umbp.runtime.base import HandshakeExtra
-from umbp.runtime.mover import Moved, ObjectMover, engine_for, pool_geometry
+from umbp.runtime.mover import Engine, Moved, ObjectMover, engine_for
 from umbp.runtime.moves import GroupRuns, Move
 
 logger = logging.getLogger("vllm.umbp")
@@ -39,6 +39,28 @@ LOCK_PATIENCE_S = 0.1
 missed only because a busy host let the lock's holder wait for a processor."""
 
 
+class PoolKeeper(Protocol):
+    """Where a worker's pool comes from, and which pool it is now. Used on the worker's thread."""
+
+    def open(self, groups: GroupRuns) -> None:
+        """Make or find the pool for objects of these sizes; `UMBPError` stops the engine's start."""
+        ...
+
+    def current(self) -> tuple[Pool, int] | None:
+        """The pool to work on and the namespace's number in it, or None while there is none; never blocks for
+        long, never raises.
+        """
+        ...
+
+    def handshake_extra(self) -> HandshakeExtra:
+        """What the scheduler needs to attach to it."""
+        ...
+
+    def close(self) -> None:
+        """Leave the pool."""
+        ...
+
+
 @dataclass(slots=True)
 class _Note:
     """What the handle remembers of a job."""
@@ -46,21 +68,32 @@ class _Note:
     direction: Direction
     future: Future[None]
     keys: Sequence[str]
+    mover: ObjectMover | None
     is_published: bool = False
 
 
 class PoolWorkerHandle:
-    """A worker's handle on a pool that it makes itself, once it knows how large its objects are."""
+    """A worker's handle on its keeper's pool, once it knows how large its objects are."""
 
     def __init__(
-        self, options: Options, namespace: UMBPNamespace, topology: RankTopology, layout: KVLayoutDescriptor
+        self,
+        options: Options,
+        layout: KVLayoutDescriptor,
+        keeper: PoolKeeper,
+        *,
+        shared_codec: BlockIdentityCodec | None = None,
+        counts_usage: bool = True,
     ) -> None:
+        """`shared_codec` gives the keys under which several ranks keep one and the same object;
+        `counts_usage` is false where another handle reports the same pool.
+        """
         self._options = options
-        self._namespace = namespace
-        self._workers = topology.rank_count
         self._layout = layout
-        self._pool: Pool | None = None
+        self._keeper = keeper
+        self._shared_codec = shared_codec
+        self._counts_usage = counts_usage
         self._groups: GroupRuns | None = None
+        self._engine: Engine | None = None
         self._mover: ObjectMover | None = None
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="umbp-load")
         self._storer = ThreadPoolExecutor(1, thread_name_prefix="umbp-store")
@@ -68,22 +101,22 @@ class PoolWorkerHandle:
         self._is_closed = False
 
     def register_buffers(self, kv_caches: Mapping[str, TensorLike]) -> None:
-        groups = GroupRuns(self._layout, kv_caches)
-        if self._groups is not None and groups.object_sizes != self._groups.object_sizes:
+        groups = GroupRuns(self._layout, kv_caches, self._shared_codec)
+        if self._groups is None:
+            self._keeper.open(groups)
+        elif groups.object_sizes != self._groups.object_sizes:
             raise ValueError("the new KV caches have blocks of another size than those registered first")
-        if self._pool is None:
-            self._pool = self._make_pool(groups)
-        engine = engine_for(kv_caches, self._options.num_workers)
-        if self._mover is None:
-            namespace_id = self._pool.namespace(self._namespace.value)
-            self._mover = ObjectMover(self._pool, namespace_id, engine, self._options.verify == "always")
-        else:
-            self._mover.use(engine)
+        before, self._engine = self._engine, engine_for(kv_caches, self._options.num_workers)
         self._groups = groups
+        if self._mover is not None:
+            self._mover.use(self._engine)
+        if before is not None:
+            before.close()
 
     def handshake_extra(self) -> HandshakeExtra:
-        handle = self._open_pool().handle
-        return {"pid": handle.pid, "fd": handle.fd, "boot_id": handle.boot_id}
+        if self._groups is None:
+            raise RuntimeError("register_buffers comes first: the pool is opened for the size of its objects")
+        return self._keeper.handshake_extra()
 
     def load(self, plans: Sequence[BlockTransferPlan]) -> TransferJobState:
         return self._submit("load", plans)
@@ -110,18 +143,21 @@ class PoolWorkerHandle:
         if note.is_published or self._is_closed:
             return
         note.is_published = True
-        if self._mover is None:
+        if note.mover is None:
             return
         if job.status is TransferJobStatus.CANCELLED:
-            self._mover.abandon(note.keys)
-        elif lost := self._mover.publish(note.keys):
+            note.mover.abandon(note.keys)
+        elif lost := note.mover.publish(note.keys):
             job.completed_keys.difference_update(lost)
             job.fail(lost, "cleared before it was published")
 
     def usage(self) -> Mapping[str, float]:
-        if self._pool is None or self._is_closed:
+        if self._groups is None or self._is_closed or not self._counts_usage:
             return {}
-        stats = self._pool.stats()
+        found = self._keeper.current()
+        if found is None:
+            return {}
+        stats = found[0].stats()
         return {
             "pool_capacity_bytes": float(stats["capacity_bytes"]),
             "pool_used_bytes": float(stats["used_bytes"]),
@@ -136,54 +172,18 @@ class PoolWorkerHandle:
         self._is_closed = True
         self._loader.shutdown(wait=True)
         self._storer.shutdown(wait=True)
-        if self._mover is not None and self._pool is not None:
+        if self._mover is not None:
             self._mover.close()
-            self._pool.close()
+        if self._engine is not None:
+            self._engine.close()
+        self._keeper.close()
         self._groups = None
 
     def audit(self) -> None:
         """The pool's own audit; nothing may run meanwhile."""
-        self._open_pool().audit()
-
-    # The pool
-
-    def _open_pool(self) -> Pool:
-        if self._pool is None:
-            raise RuntimeError("register_buffers comes first: the pool is made for the size of its objects")
-        return self._pool
-
-    def _make_pool(self, groups: GroupRuns) -> Pool:
-        free_bytes = min((limit.free_bytes for limit in memory_limits()), default=0)
-        capacity = self._options.worker_capacity(free_bytes, self._workers)
-        slab_bytes, min_object_bytes = pool_geometry(capacity, groups.object_sizes)
-        pool = Pool.create_memfd(
-            capacity,
-            slab_bytes=slab_bytes,
-            min_object_bytes=min_object_bytes,
-            high_watermark=self._options.dram_high_watermark,
-            low_watermark=self._options.dram_low_watermark,
-            lock_patience_s=LOCK_PATIENCE_S,
-        )
-        if self._options.dram_prefault and not pool.prefault():
-            logger.warning("UMBP: dram_prefault: this kernel can't map the pool's pages early; go on without")
-        fitting = pool.capacity_bytes // slot_bytes(max(groups.object_sizes))
-        # The options themselves are said once an engine, by its scheduler.
-        logger.info(
-            "UMBP: %s of host memory for %d blocks of %s; %s for all %d workers of this engine",
-            format_size(pool.capacity_bytes),
-            fitting,
-            " and ".join(map(format_size, groups.object_sizes)),
-            format_size(pool.capacity_bytes * self._workers),
-            self._workers,
-        )
-        if fitting < groups.block_count:
-            logger.warning(
-                "UMBP: the pool holds %d blocks, fewer than the %d of the engine's own KV memory: little "
-                "will be found in it; raise capacity_bytes or total_capacity_bytes",
-                fitting,
-                groups.block_count,
-            )
-        return pool
+        found = self._keeper.current()
+        if found is not None:
+            found[0].audit()
 
     # Jobs
 
@@ -191,20 +191,50 @@ class PoolWorkerHandle:
         job = TransferJobState(plans)
         job.start()
         keys = job.key_column
-        if not keys or self._is_closed or self._groups is None or self._mover is None:
+        mover = self._current_mover()
+        if not keys or self._groups is None or mover is None:
             if keys:
-                job.fail(keys, "the handle is closed" if self._is_closed else "no buffers are registered")
+                job.fail(keys, self._why_nothing_moves())
             else:
                 job.complete()
             at_once: Future[None] = Future()
             at_once.set_result(None)
-            self._notes[job] = _Note(direction, at_once, keys)
+            self._notes[job] = _Note(direction, at_once, keys, None)
             return job
         thread = self._loader if direction == "load" else self._storer
-        move_objects = self._mover.load if direction == "load" else self._mover.store
-        future = thread.submit(self._run, job, self._groups, move_objects, self._mover.fence())
-        self._notes[job] = _Note(direction, future, keys)
+        move_objects = mover.load if direction == "load" else mover.store
+        future = thread.submit(self._run, job, self._groups, move_objects, mover.fence())
+        self._notes[job] = _Note(direction, future, keys, mover)
         return job
+
+    def _why_nothing_moves(self) -> str:
+        if self._is_closed:
+            return "the handle is closed"
+        return "no buffers are registered" if self._groups is None else "the pool is gone"
+
+    def _current_mover(self) -> ObjectMover | None:
+        """The mover of the pool that is there now."""
+        if self._is_closed or self._engine is None:
+            return None
+        found = self._keeper.current()
+        if self._mover is not None and (found is None or found[0] is not self._mover.pool):
+            self._retire(self._mover)
+            self._mover = None
+        if self._mover is None and found is not None:
+            pool, namespace_id = found
+            self._mover = ObjectMover(pool, namespace_id, self._engine, self._options.verify == "always")
+        return self._mover
+
+    def _retire(self, mover: ObjectMover) -> None:
+        """Leave a pool that has been replaced once its last job has ended."""
+        loads_ended = self._loader.submit(lambda: None)
+
+        def leave() -> None:
+            loads_ended.result()
+            mover.close()
+            mover.pool.close()
+
+        self._storer.submit(leave)
 
     def _run(
         self,
