@@ -196,6 +196,22 @@ U8Array copy(CopyEngine& engine, bool is_store, const Runs& runs, const Column<i
   return result;
 }
 
+// Statuses, and where the objects lie that may be copied.
+template <class Open>
+nb::tuple opened(const Column<i64>& blocks, const Column<u64>& tickets, Open&& open) {
+  const size_t count = blocks.shape(0);
+  if (tickets.shape(0) != count) throw ConfigError("block ids and tickets have unequal lengths");
+  CopyStatus* statuses = new CopyStatus[count];
+  U8Array status_array = array_of(reinterpret_cast<u8*>(statuses), {count});
+  u64* addresses = new u64[count];
+  U64Array address_array = array_of(addresses, {count});
+  {
+    nb::gil_scoped_release release;
+    open(std::span<const i64>(blocks.data(), count), span_of(tickets), statuses, addresses);
+  }
+  return nb::make_tuple(status_array, address_array);
+}
+
 void raise_as(const char* kind, const char* message) {
   nb::object type = nb::module_::import_("umbp.errors").attr(kind);
   PyErr_SetString(type.ptr(), message);
@@ -286,6 +302,7 @@ NB_MODULE(_native, m) {
       .def("close", &Pool::close, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("closed", &Pool::is_closed)
       .def_prop_ro("fd", [](const Pool& p) { return p.segment()->fd(); })
+      .def_prop_ro("is_expelled", [](const Pool& p) { return p.segment()->is_expelled(); })
       .def_prop_ro("process_slot", [](const Pool& p) { return p.segment()->process_slot(); })
       .def_prop_ro("capacity_bytes", [](const Pool& p) { return p.segment()->geometry().capacity_bytes; })
       .def_prop_ro("slab_bytes", [](const Pool& p) { return p.segment()->geometry().slab_bytes; })
@@ -437,5 +454,33 @@ NB_MODULE(_native, m) {
           "load",
           [](CopyEngine& e, const Runs& runs, Column<i64> blocks, const Pool& pool, Column<u64> tickets,
              bool checksum) { return copy(e, false, runs, blocks, pool, tickets, checksum); },
+          "runs"_a, "block_ids"_a, "pool"_a, "tickets"_a, "checksum"_a)
+      .def(
+          "open_stores",
+          [](CopyEngine& e, const Runs& runs, Column<i64> blocks, const Pool& pool, Column<u64> tickets) {
+            return opened(blocks, tickets, [&](auto b, auto t, CopyStatus* statuses, u64* addresses) {
+              e.open_stores(runs, b, pool, t, statuses, addresses);
+            });
+          },
+          "runs"_a, "block_ids"_a, "pool"_a, "tickets"_a)
+      .def(
+          "seal_stores",
+          [](CopyEngine& e, const Runs& runs, const Pool& pool, Column<u64> tickets) {
+            const size_t count = tickets.shape(0);
+            CopyStatus* statuses = new CopyStatus[count];
+            U8Array result = array_of(reinterpret_cast<u8*>(statuses), {count});
+            nb::gil_scoped_release release;
+            e.seal_stores(runs, pool, span_of(tickets), statuses);
+            return result;
+          },
+          "runs"_a, "pool"_a, "tickets"_a)
+      .def(
+          "open_loads",
+          [](CopyEngine& e, const Runs& runs, Column<i64> blocks, const Pool& pool, Column<u64> tickets,
+             bool checksum) {
+            return opened(blocks, tickets, [&](auto b, auto t, CopyStatus* statuses, u64* addresses) {
+              e.open_loads(runs, b, pool, t, checksum, statuses, addresses);
+            });
+          },
           "runs"_a, "block_ids"_a, "pool"_a, "tickets"_a, "checksum"_a);
 }

@@ -8,13 +8,15 @@
 #include <mutex>
 #include <thread>
 
+#include "copy/gate.hpp"
 #include "copy/move.hpp"
-#include "pool/objects.hpp"
 
 namespace umbp {
 
 // A share of the objects is handed to a thread at a time; small objects in larger shares.
 static constexpr u64 kShareBytes = 1u << 20;
+// What an object counts where it is only looked at.
+static constexpr u64 kNoBytes = 1u << 10;
 
 void Runs::check() const {
   if (block_stride.size() != base.size() || run_bytes.size() != base.size() ||
@@ -131,68 +133,70 @@ void CopyEngine::run(std::size_t count, std::size_t object_bytes, One&& one) {
   state_->finished.wait(guard, [&job] { return job.users == 0; });
 }
 
-// Reads of slots that this process holds need no lock: nobody else changes them while they are held.
 void CopyEngine::store(const Runs& runs, std::span<const i64> blocks, const Pool& pool,
                        std::span<const u64> tickets, bool checksum, CopyStatus* statuses) {
   auto segment = pool.segment();
-  Objects objects(*segment);
+  const Gate gate(runs, *segment);
   run(blocks.size(), runs.object_bytes, [&](std::size_t i) {
-    const u64 ticket = tickets[i];
-    const u32 slot = ticket_slot(ticket);
+    std::byte* object = nullptr;
     statuses[i] = CopyStatus::bad_ticket;
-    if (!objects.names(ticket, SlotState::reserved) ||
-        word_owner(objects.word(slot)) != segment->process_slot())
-      return;
-    statuses[i] = CopyStatus::bad_block;
-    if (blocks[i] < 0 || blocks[i] >= runs.block_count) return;
-    statuses[i] = CopyStatus::bad_length;
-    if (segment->record(slot).length != runs.object_bytes ||
-        runs.object_bytes > segment->slab_slot_bytes(segment->slab_of(slot)) - kTrailerBytes)
-      return;
-    std::byte* object = segment->payload(slot);
+    statuses[i] = gate.store(blocks[i], tickets[i], object);
+    if (statuses[i] != CopyStatus::ok) return;
     gather(runs, blocks[i], object);
-    if (checksum) {
-      Trailer& trailer = segment->trailer(slot);
-      trailer.checksum = checksum_of(object, runs.object_bytes);
-      trailer.flags |= 1;
-    }
-    statuses[i] = CopyStatus::ok;
+    if (checksum) gate.seal(tickets[i]);
   });
 }
 
 void CopyEngine::load(const Runs& runs, std::span<const i64> blocks, const Pool& pool,
                       std::span<const u64> tickets, bool checksum, CopyStatus* statuses) {
   auto segment = pool.segment();
-  Objects objects(*segment);
+  const Gate gate(runs, *segment);
   run(blocks.size(), runs.object_bytes, [&](std::size_t i) {
-    const u64 ticket = tickets[i];
-    const u32 slot = ticket_slot(ticket);
+    std::byte* object = nullptr;
     statuses[i] = CopyStatus::bad_ticket;
-    if (!objects.names(ticket, SlotState::published) && !objects.names(ticket, SlotState::doomed)) return;
-    if (segment->my_pin(slot).load(std::memory_order_acquire) == 0) return;
-    statuses[i] = CopyStatus::bad_block;
-    if (blocks[i] < 0 || blocks[i] >= runs.block_count) return;
-    statuses[i] = CopyStatus::bad_length;
-    if (segment->record(slot).length != runs.object_bytes ||
-        runs.object_bytes > segment->slab_slot_bytes(segment->slab_of(slot)) - kTrailerBytes)
-      return;
-    const std::byte* object = segment->payload(slot);
-    statuses[i] = CopyStatus::bad_checksum;
-    if (checksum) {
-      const Trailer& trailer = segment->trailer(slot);
-      if (trailer.magic != kTrailerMagic || !(trailer.flags & 1) ||
-          trailer.key != segment->record(slot).digest ||
-          trailer.checksum != checksum_of(object, runs.object_bytes))
-        return;
-    }
+    statuses[i] = gate.load(blocks[i], tickets[i], checksum, object);
+    if (statuses[i] != CopyStatus::ok) return;
     scatter(runs, blocks[i], object);
-    // Should this process have been taken for dead meanwhile, the slot may have got another object.
-    ordered();
-    if (segment->is_expelled()) {
-      statuses[i] = CopyStatus::bad_ticket;
-      return;
-    }
-    statuses[i] = CopyStatus::ok;
+    if (!gate.is_still_ours()) statuses[i] = CopyStatus::bad_ticket;
+  });
+}
+
+void CopyEngine::open_stores(const Runs& runs, std::span<const i64> blocks, const Pool& pool,
+                             std::span<const u64> tickets, CopyStatus* statuses, u64* addresses) {
+  auto segment = pool.segment();
+  const Gate gate(runs, *segment);
+  run(blocks.size(), kNoBytes, [&](std::size_t i) {
+    std::byte* object = nullptr;
+    statuses[i] = CopyStatus::bad_ticket;
+    addresses[i] = 0;
+    statuses[i] = gate.store(blocks[i], tickets[i], object);
+    addresses[i] = reinterpret_cast<u64>(object);
+  });
+}
+
+void CopyEngine::seal_stores(const Runs& runs, const Pool& pool, std::span<const u64> tickets,
+                             CopyStatus* statuses) {
+  auto segment = pool.segment();
+  const Gate gate(runs, *segment);
+  run(tickets.size(), runs.object_bytes, [&](std::size_t i) {
+    std::byte* object = nullptr;
+    statuses[i] = CopyStatus::bad_ticket;
+    statuses[i] = gate.store(0, tickets[i], object);
+    if (statuses[i] == CopyStatus::ok) gate.seal(tickets[i]);
+  });
+}
+
+void CopyEngine::open_loads(const Runs& runs, std::span<const i64> blocks, const Pool& pool,
+                            std::span<const u64> tickets, bool checksum, CopyStatus* statuses,
+                            u64* addresses) {
+  auto segment = pool.segment();
+  const Gate gate(runs, *segment);
+  run(blocks.size(), checksum ? runs.object_bytes : kNoBytes, [&](std::size_t i) {
+    std::byte* object = nullptr;
+    statuses[i] = CopyStatus::bad_ticket;
+    addresses[i] = 0;
+    statuses[i] = gate.load(blocks[i], tickets[i], checksum, object);
+    addresses[i] = reinterpret_cast<u64>(object);
   });
 }
 

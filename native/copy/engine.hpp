@@ -28,6 +28,7 @@ enum class CopyStatus : u8 {
   bad_block = 2,     // a block id outside the cache
   bad_length = 3,    // the slot's object has another length
   bad_checksum = 4,  // damaged, or stored without a checksum
+  failed = 5,        // a device's driver could not move it
 };
 
 class CopyEngine {
@@ -41,6 +42,16 @@ class CopyEngine {
              bool checksum, CopyStatus* statuses);
   void load(const Runs& runs, std::span<const i64> blocks, const Pool& pool, std::span<const u64> tickets,
             bool checksum, CopyStatus* statuses);
+
+  // For bytes that a device moves itself, in two halves with its copy between them. An opening call says
+  // which objects may be copied and where they lie (0: not to be touched); seal_stores adds the checksums of
+  // what has arrived; after a load, ask still_ours().
+  void open_stores(const Runs& runs, std::span<const i64> blocks, const Pool& pool,
+                   std::span<const u64> tickets, CopyStatus* statuses, u64* addresses);
+  void seal_stores(const Runs& runs, const Pool& pool, std::span<const u64> tickets, CopyStatus* statuses);
+  void open_loads(const Runs& runs, std::span<const i64> blocks, const Pool& pool,
+                  std::span<const u64> tickets, bool checksum, CopyStatus* statuses, u64* addresses);
+
   u32 threads() const;
   void close();
 

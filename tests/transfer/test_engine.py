@@ -202,3 +202,56 @@ def test_an_engine_needs_a_sensible_number_of_threads() -> None:
         with pytest.raises(ConfigError):
             CopyEngine(threads)
     assert CopyEngine(3).threads == 3
+
+
+def test_what_a_device_may_move_is_what_the_engine_itself_would(
+    runs: BlockRuns, pool: Pool, engine: CopyEngine
+) -> None:
+    """Every way to be refused, beside a good row: the halves for a device answer as the whole call does, and
+    give an address for the good rows alone."""
+    keys, tickets = reserve(pool, 4, runs.object_bytes)
+    _, short = reserve(pool, 1, runs.object_bytes - 1, "short")
+    done = pool.reserve(pool.namespace("a"), ["done"], runs.object_bytes)[0]
+    pool.publish(done)
+    blocks = [0, BLOCKS, -1, 3, 4, 5, 6]
+    asked = [*tickets, int(short[0]), int(done[0]), 12345]
+    statuses, addresses = engine.open_stores(runs, blocks, pool, asked)
+    assert statuses.tolist() == engine.store(runs, blocks, pool, asked).tolist()
+    assert set(statuses.tolist()) == set(CopyStatus) - {CopyStatus.BAD_CHECKSUM, CopyStatus.FAILED}
+    payloads, _ = pool.payload(asked)
+    assert addresses.tolist() == np.where(statuses == CopyStatus.OK, payloads, 0).tolist()
+
+    pool.abandon(tickets[1:3])
+    pool.publish(tickets[[0, 3]])
+    held, _ = pool.acquire([keys[0], keys[3], "done"])
+    pool.release(held[2:])
+    blocks = [0, BLOCKS, 5, 6]
+    asked = [*held, int(short[0])]
+    for checksum in (False, True):
+        statuses, addresses = engine.open_loads(runs, blocks, pool, asked, checksum=checksum)
+        assert statuses.tolist() == engine.load(runs, blocks, pool, asked, checksum=checksum).tolist()
+        payloads, _ = pool.payload(asked)
+        assert addresses.tolist() == np.where(statuses == CopyStatus.OK, payloads, 0).tolist()
+    pool.release(held[:2])
+
+
+def test_a_device_s_bytes_pass_for_checked_once_they_are_sealed(
+    kv: npt.NDArray[np.uint8], runs: BlockRuns, pool: Pool, engine: CopyEngine
+) -> None:
+    keys, tickets = reserve(pool, 2, runs.object_bytes)
+    statuses, addresses = engine.open_stores(runs, [7, 8], pool, tickets)
+    assert set(statuses.tolist()) == {CopyStatus.OK}
+    for block, address in zip((7, 8), addresses.tolist(), strict=True):
+        content = b"".join(layer[block].tobytes() for layer in kv)
+        ctypes.memmove(address, content, len(content))
+    assert engine.seal_stores(runs, pool, [int(tickets[0]), 999]).tolist() == [
+        CopyStatus.OK,
+        CopyStatus.BAD_TICKET,
+    ]
+    pool.publish(tickets)
+    held, _ = pool.acquire(keys)
+    wanted = [CopyStatus.OK, CopyStatus.BAD_CHECKSUM]
+    assert engine.open_loads(runs, [0, 1], pool, held, checksum=True)[0].tolist() == wanted
+    assert engine.load(runs, [0, 1], pool, held, checksum=True).tolist() == wanted
+    assert (kv[:, 0] == kv[:, 7]).all()
+    pool.release(held)

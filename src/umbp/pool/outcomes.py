@@ -44,3 +44,5 @@ class CopyStatus(IntEnum):
     """The slot's object has another length than the layout's."""
     BAD_CHECKSUM = 4
     """Damaged, or stored without a checksum; nothing was written."""
+    FAILED = 5
+    """A device's driver could not move it; what the target holds is not known."""

@@ -56,6 +56,32 @@ class CopyEngine:
         untouched."""
         return self._native.load(runs.native, _blocks(block_ids), pool.native, _tickets(tickets), checksum)
 
+    def open_stores(
+        self, runs: BlockRuns, block_ids: npt.ArrayLike, pool: Pool, tickets: npt.ArrayLike
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64]]:
+        """For bytes that a device moves: what `store` would answer, and the addresses of the slots that may
+        be written; 0 for any other."""
+        return self._native.open_stores(runs.native, _blocks(block_ids), pool.native, _tickets(tickets))
+
+    def seal_stores(self, runs: BlockRuns, pool: Pool, tickets: npt.ArrayLike) -> npt.NDArray[np.uint8]:
+        """Adds the checksums of slots that a device has filled; a `CopyStatus` for each."""
+        return self._native.seal_stores(runs.native, pool.native, _tickets(tickets))
+
+    def open_loads(
+        self,
+        runs: BlockRuns,
+        block_ids: npt.ArrayLike,
+        pool: Pool,
+        tickets: npt.ArrayLike,
+        *,
+        checksum: bool = False,
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64]]:
+        """For bytes that a device moves: what `load` would answer, and the addresses of the objects that may
+        be read; 0 for any other."""
+        return self._native.open_loads(
+            runs.native, _blocks(block_ids), pool.native, _tickets(tickets), checksum
+        )
+
     def close(self) -> None:
         """Ends the threads. Copies in flight finish first."""
         self._native.close()

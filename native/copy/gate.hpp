@@ -1,0 +1,73 @@
+// Which objects of a batch may be copied, whoever moves the bytes: the core's threads or a device.
+#pragma once
+
+#include "copy/engine.hpp"
+#include "pool/objects.hpp"
+
+namespace umbp {
+
+// One call's look at one segment. Reads of slots that this process holds need no lock: nobody else changes
+// them while they are held. SegmentError where the segment is damaged.
+class Gate {
+ public:
+  Gate(const Runs& runs, Segment& segment) : runs_(runs), segment_(segment), objects_(segment) {}
+
+  // Whether this block may be gathered into the slot that the ticket reserves; `object` is set if so.
+  CopyStatus store(i64 block, u64 ticket, std::byte*& object) const {
+    const u32 slot = ticket_slot(ticket);
+    if (!objects_.names(ticket, SlotState::reserved) ||
+        word_owner(objects_.word(slot)) != segment_.process_slot())
+      return CopyStatus::bad_ticket;
+    return place(block, slot, object);
+  }
+
+  // Whether the pinned object may be scattered into this block; `object` is set if so.
+  CopyStatus load(i64 block, u64 ticket, bool checksum, std::byte*& object) const {
+    const u32 slot = ticket_slot(ticket);
+    if (!objects_.names(ticket, SlotState::published) && !objects_.names(ticket, SlotState::doomed))
+      return CopyStatus::bad_ticket;
+    if (segment_.my_pin(slot).load(std::memory_order_acquire) == 0) return CopyStatus::bad_ticket;
+    std::byte* found = nullptr;
+    if (CopyStatus status = place(block, slot, found); status != CopyStatus::ok) return status;
+    if (checksum) {
+      const Trailer& trailer = segment_.trailer(slot);
+      if (trailer.magic != kTrailerMagic || !(trailer.flags & 1) ||
+          trailer.key != segment_.record(slot).digest ||
+          trailer.checksum != checksum_of(found, runs_.object_bytes))
+        return CopyStatus::bad_checksum;
+    }
+    object = found;
+    return CopyStatus::ok;
+  }
+
+  // Adds the checksum of a stored object's bytes.
+  void seal(u64 ticket) const {
+    const u32 slot = ticket_slot(ticket);
+    Trailer& trailer = segment_.trailer(slot);
+    trailer.checksum = checksum_of(segment_.payload(slot), runs_.object_bytes);
+    trailer.flags |= 1;
+  }
+
+  // Asked after a load: should this process have been taken for dead meanwhile, the slot may have got another
+  // object.
+  bool is_still_ours() const {
+    ordered();
+    return !segment_.is_expelled();
+  }
+
+ private:
+  CopyStatus place(i64 block, u32 slot, std::byte*& object) const {
+    if (block < 0 || block >= runs_.block_count) return CopyStatus::bad_block;
+    if (segment_.record(slot).length != runs_.object_bytes ||
+        runs_.object_bytes > segment_.slab_slot_bytes(segment_.slab_of(slot)) - kTrailerBytes)
+      return CopyStatus::bad_length;
+    object = segment_.payload(slot);
+    return CopyStatus::ok;
+  }
+
+  const Runs& runs_;
+  Segment& segment_;
+  Objects objects_;
+};
+
+}  // namespace umbp
