@@ -244,7 +244,9 @@ class SupportsEvictedKeys(Protocol):
     """Capability `evicted_keys`, scheduler."""
 
     def take_evicted_keys(self) -> Sequence[str]:
-        """Keys of this namespace that went since the last call, `clear` included; each once, oldest first."""
+        """Keys of this namespace that went since the last call, by whichever process, `clear` included; each
+        once, oldest first. The first call begins: told are keys that the handle was noted of since.
+        """
         ...
 
 

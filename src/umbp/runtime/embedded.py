@@ -8,12 +8,13 @@ the last process that attached it goes. No data and no question passes through a
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 
-from umbp.data import KVLayoutDescriptor, RankTopology, UMBPNamespace
-from umbp.errors import ConfigError
+from umbp.data import KVLayoutDescriptor, Rank, RankTopology, UMBPNamespace
+from umbp.errors import ConfigError, SegmentError
 from umbp.kinds import format_size
 from umbp.options import Options
-from umbp.pool import Pool, slot_bytes
+from umbp.pool import Pool, PoolHandle, slot_bytes
 from umbp.pool.limits import memory_limits
 from umbp.pool.pool import LOCK_PATIENCE_S as LOOKUP_PATIENCE_S
 from umbp.runtime.base import Capabilities, HandshakeExtra
@@ -28,7 +29,9 @@ logger = logging.getLogger("vllm.umbp")
 class EmbeddedRuntime:
     """Mode `embedded`."""
 
-    capabilities = Capabilities(hold=True, lookup_raw=True, note=True, attach=True, usage=True, local=True)
+    capabilities = Capabilities(
+        hold=True, lookup_raw=True, note=True, evicted_keys=True, attach=True, usage=True, local=True
+    )
 
     def __init__(self, options: Options) -> None:
         _refuse_unbuilt(options)
@@ -37,13 +40,69 @@ class EmbeddedRuntime:
     def create_scheduler_handle(
         self, namespace: UMBPNamespace, topology: RankTopology, layout: KVLayoutDescriptor
     ) -> PoolSchedulerHandle:
-        patience_s = min(LOOKUP_PATIENCE_S, self._options.lookup_timeout_ms / 1000)
-        return PoolSchedulerHandle(namespace, topology, lock_patience_s=patience_s)
+        return PoolSchedulerHandle(
+            namespace,
+            topology,
+            WorkersPools(namespace, topology, lookup_patience_s(self._options)),
+        )
 
     def create_worker_handle(
         self, namespace: UMBPNamespace, topology: RankTopology, layout: KVLayoutDescriptor
     ) -> PoolWorkerHandle:
         return PoolWorkerHandle(self._options, layout, OwnPool(self._options, namespace, topology.rank_count))
+
+
+class WorkersPools:
+    """The scheduler's binding to the pools that the workers made, one for each rank."""
+
+    def __init__(self, namespace: UMBPNamespace, topology: RankTopology, lock_patience_s: float) -> None:
+        self._namespace = namespace
+        self._ranks = topology.all_namespaces()
+        self._lock_patience_s = lock_patience_s
+        self._pools: dict[Rank, Pool] = {}
+        self._namespace_ids: dict[Rank, int] = {}
+
+    def bind(self, extras: Mapping[Rank, HandshakeExtra]) -> None:
+        require_all_ranks(self._ranks, extras)
+        self.close()
+        for rank in self._ranks:
+            handle = _pool_handle(rank, extras[rank])
+            pool = Pool.attach(handle, lock_patience_s=self._lock_patience_s)
+            self._pools[rank] = pool
+            self._namespace_ids[rank] = pool.namespace(self._namespace.value)
+
+    def pools(self) -> Mapping[Rank, Pool]:
+        return self._pools
+
+    def clear(self) -> bool:
+        cleared = [pool.clear(self._namespace_ids[rank]) for rank, pool in self._pools.items()]
+        return all(cleared)
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        self._pools = {}
+
+
+def require_all_ranks(ranks: Sequence[Rank], extras: Mapping[Rank, HandshakeExtra]) -> None:
+    """`SegmentError` where a rank's worker has reported no pool."""
+    missing = [rank for rank in ranks if rank not in extras]
+    if missing:
+        raise SegmentError(
+            f"the worker of rank {missing[0]} reported no pool: all workers must run this connector"
+        )
+
+
+def lookup_patience_s(options: Options) -> float:
+    """How long the scheduler may wait for a pool's lock."""
+    return min(LOOKUP_PATIENCE_S, options.lookup_timeout_ms / 1000)
+
+
+def _pool_handle(rank: Rank, extra: HandshakeExtra) -> PoolHandle:
+    try:
+        return PoolHandle(pid=int(extra["pid"]), fd=int(extra["fd"]), boot_id=str(extra["boot_id"]))
+    except (KeyError, TypeError, ValueError):
+        raise SegmentError(f"the worker of rank {rank} reported no usable pool: {dict(extra)!r}") from None
 
 
 class OwnPool:

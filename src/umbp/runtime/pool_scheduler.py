@@ -7,60 +7,88 @@ core's one thread.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from umbp.data import BlockIdentityCodec, Rank, RankTopology, UMBPNamespace
-from umbp.errors import SegmentError
-from umbp.pool import Outcome, Pool, PoolHandle
-from umbp.pool.pool import LOCK_PATIENCE_S, Tickets
+from umbp.pool import Outcome, Pool
+from umbp.pool.pool import Tickets
 from umbp.runtime.base import HandshakeExtra, NotePhase
+from umbp.runtime.removed_keys import RemovedKeys
+
+
+class PoolBinding(Protocol):
+    """Which pools hold the ranks' objects at this moment."""
+
+    def bind(self, extras: Mapping[Rank, HandshakeExtra]) -> None:
+        """Attach to what the workers made; `UMBPError` names the rank that can't be reached."""
+        ...
+
+    def pools(self) -> Mapping[Rank, Pool]:
+        """By the rank under whose keys objects are stored; empty while there is none. Never raises.
+
+        A pool that was replaced is left to whoever still holds tickets of it.
+        """
+        ...
+
+    def clear(self) -> bool:
+        """Remove the namespace's objects from all of them."""
+        ...
+
+    def close(self) -> None:
+        """Leave them all."""
+        ...
 
 
 class PoolSchedulerHandle:
-    """The scheduler's view of the pools of all ranks. Misses everything until `bind_workers`."""
+    """The pools of all ranks as one. Misses everything until `bind_workers`."""
 
     def __init__(
-        self, namespace: UMBPNamespace, topology: RankTopology, lock_patience_s: float = LOCK_PATIENCE_S
+        self,
+        namespace: UMBPNamespace,
+        topology: RankTopology,
+        binding: PoolBinding,
+        stored_as: Mapping[Rank, Rank] | None = None,
     ) -> None:
-        self._namespace = namespace
-        self._lock_patience_s = lock_patience_s
+        """`stored_as` names, for ranks that hold the same as another, the rank that stands for them."""
         self._codec = BlockIdentityCodec(namespace)
-        self._ranks = topology.all_namespaces()
-        self._pools: dict[Rank, Pool] = {}
-        self._namespace_ids: dict[Rank, int] = {}
-        self._prefixes: dict[str, Rank | None] = {}
+        self._binding = binding
+        self._stored_as = {rank: rank for rank in topology.all_namespaces()} | dict(stored_as or {})
+        self._prefixes: dict[str, tuple[Rank, str] | None] = {}
         self._held: dict[str, list[tuple[Pool, Tickets]]] = {}
         self._held_keys: dict[str, set[str]] = {}
+        self._removed: RemovedKeys | None = None
 
     def bind_workers(self, extras: Mapping[Rank, HandshakeExtra]) -> None:
-        """Attach to every rank's pool; `SegmentError` names the rank that can't be reached."""
-        missing = [rank for rank in self._ranks if rank not in extras]
-        if missing:
-            raise SegmentError(
-                f"the worker of rank {missing[0]} reported no pool: all workers must run this connector"
-            )
-        self._detach()
-        self._prefixes.clear()
-        for rank in self._ranks:
-            handle = _pool_handle(rank, extras[rank])
-            pool = Pool.attach(handle, lock_patience_s=self._lock_patience_s)
-            self._pools[rank] = pool
-            self._namespace_ids[rank] = pool.namespace(self._namespace.value)
+        self._give_back_all()
+        self._binding.bind(extras)
 
     def lookup(self, keys: Sequence[str]) -> Sequence[bool]:
         hits = [False] * len(keys)
-        for rank, positions in self._by_rank(keys).items():
-            found = self._pools[rank].lookup([keys[i] for i in positions])
-            for position, hit in zip(positions, found, strict=True):
+        names: dict[Rank, list[str]] = {}
+        positions: dict[Rank, list[int]] = {}
+        for position, key in enumerate(keys):
+            found = self._name_of(key)
+            if found is not None:
+                names.setdefault(found[0], []).append(found[1])
+                positions.setdefault(found[0], []).append(position)
+        pools = self._binding.pools()
+        for rank, places in positions.items():
+            if rank not in pools:
+                continue
+            for position, hit in zip(places, pools[rank].lookup(names[rank]), strict=True):
                 hits[position] = bool(hit)
         return hits
 
     def lookup_raw(self, group_id: int, block_hashes: Sequence[bytes]) -> int:
-        if not self._pools:
+        return self._match(self._binding.pools(), group_id, block_hashes)
+
+    def _match(self, pools: Mapping[Rank, Pool], group_id: int, block_hashes: Sequence[bytes]) -> int:
+        if not pools:
             return 0
         hashes = list(block_hashes)
-        for rank, pool in self._pools.items():
+        for rank, pool in pools.items():
             if not hashes:
                 return 0
             del hashes[pool.match(self._codec.key_prefix(group_id, rank), hashes) :]
@@ -68,9 +96,10 @@ class PoolSchedulerHandle:
 
     def hold(self, request_id: str, keys: Sequence[str]) -> int:
         held = self._held_keys.setdefault(request_id, set())
+        pools = self._binding.pools()
         present = 0
         for key in keys:
-            if key not in held and not self._hold_one(request_id, key):
+            if key not in held and not self._hold_one(pools, request_id, key):
                 break
             held.add(key)
             present += 1
@@ -78,21 +107,22 @@ class PoolSchedulerHandle:
             del self._held_keys[request_id]
         return present
 
-    def _hold_one(self, request_id: str, key: str) -> bool:
-        rank = self._rank_of(key)
-        if rank is None:
+    def _hold_one(self, pools: Mapping[Rank, Pool], request_id: str, key: str) -> bool:
+        found = self._name_of(key)
+        if found is None or found[0] not in pools:
             return False
-        pool = self._pools[rank]
-        tickets, outcomes = pool.acquire([key])
+        pool = pools[found[0]]
+        tickets, outcomes = pool.acquire([found[1]])
         is_hit = bool(outcomes[0] == Outcome.HIT)
         if is_hit:
             self._held.setdefault(request_id, []).append((pool, tickets))
         return is_hit
 
     def hold_raw(self, request_id: str, group_id: int, block_hashes: Sequence[bytes]) -> int:
-        count = self.lookup_raw(group_id, block_hashes)
+        pools = self._binding.pools()
+        count = self._match(pools, group_id, block_hashes)
         taken: list[tuple[Pool, Tickets]] = []
-        for rank, pool in self._pools.items():
+        for rank, pool in pools.items():
             if count == 0:
                 break
             prefix = self._codec.key_prefix(group_id, rank)
@@ -123,55 +153,49 @@ class PoolSchedulerHandle:
         finish: str = "",
     ) -> None:
         hashes = list(block_hashes)
-        for rank, pool in self._pools.items():
+        pools = self._binding.pools()
+        if self._removed is not None:
+            self._removed.learn(pools, hashes)
+        for rank, pool in pools.items():
             pool.touch_raw(self._codec.key_prefix(0, rank), hashes)
 
+    def take_evicted_keys(self) -> Sequence[str]:
+        pools = self._binding.pools()
+        if self._removed is None:
+            self._removed = RemovedKeys(self._codec)
+        return self._removed.take(pools)
+
     def clear(self) -> bool:
-        cleared = [pool.clear(self._namespace_ids[rank]) for rank, pool in self._pools.items()]
-        return all(cleared)
+        return self._binding.clear()
 
     def close(self) -> None:
-        self._detach()
+        self._give_back_all()
+        self._binding.close()
 
     def audit(self) -> None:
         """Every attached pool's own audit."""
-        for pool in self._pools.values():
+        for pool in set(self._binding.pools().values()):
             pool.audit()
 
-    def _detach(self) -> None:
+    def _give_back_all(self) -> None:
         for request_id in list(self._held):
             self.unhold(request_id)
-        for pool in self._pools.values():
-            pool.close()
-        self._pools = {}
 
-    def _by_rank(self, keys: Sequence[str]) -> dict[Rank, list[int]]:
-        positions: dict[Rank, list[int]] = {}
-        for position, key in enumerate(keys):
-            rank = self._rank_of(key)
-            if rank is not None:
-                positions.setdefault(rank, []).append(position)
-        return positions
-
-    def _rank_of(self, key: str) -> Rank | None:
-        """The attached rank whose pool holds this key; None for a key that isn't of this namespace."""
-        prefix = key[: key.rfind(":") + 1]
+    def _name_of(self, key: str) -> tuple[Rank, str] | None:
+        """The rank under which the key's object is stored, and its key there; None for a key that isn't of
+        this namespace.
+        """
+        cut = key.rfind(":") + 1
+        prefix = key[:cut]
         if prefix not in self._prefixes:
             group = prefix.rpartition(":g")[2].removesuffix(":")
             self._prefixes[prefix] = next(
                 (
-                    rank
-                    for rank in self._pools
+                    (stored, self._codec.key_prefix(int(group), stored))
+                    for rank, stored in self._stored_as.items()
                     if group.isdecimal() and prefix == self._codec.key_prefix(int(group), rank)
                 ),
                 None,
             )
-        rank = self._prefixes[prefix]
-        return rank if rank in self._pools else None
-
-
-def _pool_handle(rank: Rank, extra: HandshakeExtra) -> PoolHandle:
-    try:
-        return PoolHandle(pid=int(extra["pid"]), fd=int(extra["fd"]), boot_id=str(extra["boot_id"]))
-    except (KeyError, TypeError, ValueError):
-        raise SegmentError(f"the worker of rank {rank} reported no usable pool: {dict(extra)!r}") from None
+        found = self._prefixes[prefix]
+        return None if found is None else (found[0], found[1] + key[cut:])

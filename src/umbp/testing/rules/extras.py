@@ -155,7 +155,10 @@ class ExtrasContract(ContractSupport):
     def test_evicted_keys_are_told_once(self, rig: Rig) -> None:
         self.needs(rig, "evicted_keys")
         teller = cast(base.SupportsEvictedKeys, rig.scheduler)
+        assert list(teller.take_evicted_keys()) == []
         there = self.put(rig, hashes(3))
+        if rig.capabilities.note:
+            cast(base.SupportsNote, rig.scheduler).note("r", "admit", hashes(3))
         assert list(teller.take_evicted_keys()) == []
         assert rig.scheduler.clear()
         assert sorted(teller.take_evicted_keys()) == sorted(there)
