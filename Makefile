@@ -5,6 +5,8 @@
 
 PYTHON ?=
 export PYTHON
+KILLS ?= 10000
+SEED ?=
 BIN := .venv/bin
 NATIVE_SOURCES = $(shell find native -path '*/third_party' -prune -o -name '*.[ch]pp' -print -o -name '*.h' -print)
 OTHER_VLLM := .venv-vllm033/bin/python
@@ -61,8 +63,8 @@ setup-mooncake: setup  ## install Mooncake Store for the benchmark beside it (li
 soak: setup  ## the long runs (UMBP_SOAK_SECONDS each)
 	@$(BIN)/python -m pytest -m soak $(PYTEST_ARGS) || { [ $$? -eq 5 ] && echo "no soak test is there yet"; }
 
-soak-pool: setup  ## the long runs of the pool alone
-	@$(BIN)/python -m pytest -m soak tests/pool $(PYTEST_ARGS) || { [ $$? -eq 5 ] && echo "no soak test is there yet"; }
+soak-pool: setup  ## kill and stop processes that share a pool (KILLS=10000, SEED=n to repeat a run)
+	@$(BIN)/python tests/pool/soak.py --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 
 clean:  ## remove what was built
 	rm -rf .venv .venv-vllm033 build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

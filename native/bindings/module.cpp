@@ -220,7 +220,8 @@ void raise_as(const char* kind, const char* message) {
 void arm_from_environment() {
   const char* point = std::getenv("UMBP_CRASH_POINT");
   const char* signal = std::getenv("UMBP_CRASH_SIGNAL");
-  if (point) arm_crash_point(std::strtoull(point, nullptr, 10), signal && std::string_view(signal) == "STOP");
+  if (point)
+    arm_crash_point(std::strtoull(point, nullptr, 10), signal && std::string_view(signal) == "STOP", -1);
 }
 
 }  // namespace
@@ -241,7 +242,7 @@ NB_MODULE(_native, m) {
     }
   });
 
-  m.def("arm_crash_point", &arm_crash_point, "countdown"_a, "stop"_a = false);
+  m.def("arm_crash_point", &arm_crash_point, "countdown"_a, "stop"_a = false, "report_fd"_a = -1);
   arm_from_environment();
   m.def(
       "reserved_bytes",

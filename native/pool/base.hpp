@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <source_location>
 #include <stdexcept>
 #include <string>
 
@@ -48,14 +49,16 @@ inline void prefetch(const void* address) {
 
 u64 monotonic_ns();
 
-// Crash points: inert (one predictable branch) unless the environment variable UMBP_CRASH_POINT arms them.
-// The n-th point passed after arming ends the process with SIGKILL, or stops it with UMBP_CRASH_SIGNAL=STOP.
+// Crash points: inert (one predictable branch) unless arm_crash_point or the environment variable
+// UMBP_CRASH_POINT arms them. The n-th point passed after arming ends the process with SIGKILL, or stops it
+// with UMBP_CRASH_SIGNAL=STOP; its place, "file:line" and a newline, is written to `report_fd` before, if
+// that isn't negative.
 extern std::atomic<bool> crash_armed;
-void crash_point_reached();
-void arm_crash_point(u64 countdown, bool stop);
-inline void crash_point() {
+void crash_point_reached(std::source_location place);
+void arm_crash_point(u64 countdown, bool stop, int report_fd);
+inline void crash_point(std::source_location place = std::source_location::current()) {
   ordered();
-  if (__builtin_expect(crash_armed.load(std::memory_order_relaxed), 0)) crash_point_reached();
+  if (__builtin_expect(crash_armed.load(std::memory_order_relaxed), 0)) crash_point_reached(place);
   ordered();
 }
 

@@ -4,6 +4,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstring>
 
 #define XXH_INLINE_ALL
@@ -20,16 +21,23 @@ u64 monotonic_ns() {
 std::atomic<bool> crash_armed{false};
 static std::atomic<u64> crash_countdown{0};
 static std::atomic<bool> crash_stops{false};
+static std::atomic<int> crash_report_fd{-1};
 
-void arm_crash_point(u64 countdown, bool stop) {
+void arm_crash_point(u64 countdown, bool stop, int report_fd) {
   crash_countdown = countdown;
   crash_stops = stop;
+  crash_report_fd = report_fd;
   crash_armed = countdown > 0;
 }
 
-void crash_point_reached() {
+void crash_point_reached(std::source_location place) {
   if (crash_countdown.fetch_sub(1) != 1) return;
   crash_armed = false;
+  if (crash_report_fd >= 0) {
+    std::string_view file = place.file_name();
+    file.remove_prefix(file.rfind('/') + 1);
+    dprintf(crash_report_fd, "%.*s:%u\n", int(file.size()), file.data(), place.line());
+  }
   kill(getpid(), crash_stops ? SIGSTOP : SIGKILL);
 }
 

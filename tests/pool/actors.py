@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import random
 import resource
 import signal
 from typing import Any
@@ -118,40 +117,3 @@ def churn(lines: Lines, path: str, rounds: int) -> None:
         pool.publish(tickets[outcomes == Outcome.RESERVED])
         pool.remove(keys[::2])
     lines.answer("done")
-
-
-def workload(lines: Lines, path: str, seed: int, countdown: int) -> None:
-    """Random verbs until killed, one answer after each. Leaves reservations and pins lying about on
-    purpose."""
-    pool = Pool.attach(path)
-    rng = random.Random(seed)
-    ns = pool.namespace("work")
-    universe = [f"w{i}" for i in range(120)]
-    held: list[int] = []
-    reserved: list[int] = []
-    _native.arm_crash_point(countdown)
-    while True:
-        start = rng.randrange(100)
-        keys = universe[start : start + rng.randrange(1, 20)]
-        match rng.randrange(8):
-            case 0 | 1:
-                store(pool, ns, keys, [None, *keys[:-1]])
-            case 2:
-                tickets, outcomes = pool.reserve(ns, keys[:4], rng.choice([OBJECT_BYTES, 9000]))
-                reserved += tickets[outcomes == Outcome.RESERVED].tolist()
-            case 3:
-                tickets, outcomes = pool.acquire(keys)
-                held += tickets[outcomes == Outcome.HIT].tolist()
-            case 4:
-                pool.release(held)
-                held = []
-            case 5:
-                pool.abandon(reserved)
-                reserved = []
-            case 6:
-                pool.remove(keys[:3])
-            case 7:
-                pool.touch(keys)
-        if rng.randrange(40) == 0:
-            pool.clear(ns)
-        lines.answer(None)

@@ -4,7 +4,6 @@ hang."""
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -14,11 +13,9 @@ from pathlib import Path
 
 import pytest
 from actors import OBJECT_BYTES, pattern, read_payload, store
-from zygote import Zygote
+from zygote import CAN_UNSHARE, Zygote, only_child
 
 from umbp.pool import Outcome, Pool
-
-KILLS = int(os.environ.get("KILLS", "200"))
 
 
 def assert_nothing_is_left(pool: Pool, slots: int) -> None:
@@ -103,50 +100,6 @@ def test_a_death_at_each_point_of_the_repair_is_repaired(
             assert_nothing_is_left(pool, 48)
         pool.close()
     assert repaired > 20
-
-
-def test_random_kills_leave_nothing(make_pool: Callable[..., Pool], zygote: Zygote) -> None:
-    """KILLS deaths: half inside a critical section, half from outside at any moment, up to three at work
-    at once."""
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    pool = make_pool(slots=64)
-    universe = [f"w{i}" for i in range(120)]
-    found = deaths = 0
-    while deaths < KILLS:
-        with zygote.episode():
-            crowd = [
-                zygote.spawn(
-                    "workload",
-                    pool.handle.path,
-                    rng.randrange(1 << 30),
-                    rng.randrange(1, 3000) if rng.random() < 0.5 else 0,
-                )
-                for _ in range(rng.randrange(1, 4))
-            ]
-            for actor in crowd:
-                try:
-                    for _ in range(rng.randrange(1, 60)):
-                        actor.receive()
-                    actor.kill()
-                except EOFError:
-                    actor.wait_until_dead()
-                deaths += 1
-                pool.lookup(universe)
-                pool.audit()
-            pool.reap()
-            pool.audit()
-            held, outcomes = pool.reserve(pool.namespace("work"), universe, OBJECT_BYTES)
-            assert Outcome.BUSY not in outcomes
-            pool.abandon(held[outcomes == Outcome.RESERVED])
-            big = pool.acquire(universe)
-            pool.release(big[0][big[1] == Outcome.HIT])
-            store(pool, pool.namespace("work"), universe[: rng.randrange(120)])
-            found += assert_payloads_are_right(pool, universe)
-    assert_nothing_is_left(pool, 64)
-    assert found > 0
-    assert pool.stats()["takeovers"] > KILLS // 20  # many of them died holding the lock
 
 
 def test_a_reaped_process_gives_back_pins_and_reservations(
@@ -314,15 +267,6 @@ def test_readers_of_the_removed_ring_are_told_that_a_repair_may_have_lost_some(
     assert is_lost
     assert len(digests) == 0
     assert not pool.removed_since(cursor)[2]
-
-
-def only_child(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
-
-
-CAN_UNSHARE = (
-    subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode == 0
-)
 
 
 @pytest.mark.skipif(not CAN_UNSHARE, reason="this user may not make pid namespaces")

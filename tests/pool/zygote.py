@@ -26,7 +26,8 @@ class Actor:
 
     def __init__(self, zygote: Zygote, pid: int, connection: socket.socket) -> None:
         self.zygote = zygote
-        self.pid = pid
+        self.pid = pid  # as this process sees it
+        self.zygotes_pid = pid  # as the zygote sees it, which may live in a pid namespace of its own
         self.connection = connection
         self.file = connection.makefile("rw", encoding="utf-8")
         self.is_waited_for = False
@@ -91,19 +92,33 @@ class Actor:
         with suppress(OSError):
             self.file.close()
         self.connection.close()
-        return self.zygote.request({"wait": self.pid})
+        return self.zygote.request({"wait": self.zygotes_pid})
+
+
+CAN_UNSHARE = (
+    subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode == 0
+)
+"""Whether this user may make pid namespaces."""
+
+
+def only_child(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
 
 
 class Zygote:
-    def __init__(self) -> None:
+    """With `own_pids` it and its actors live in a pid namespace of their own, as in another container."""
+
+    def __init__(self, own_pids: bool = False) -> None:
         ours, theirs = socket.socketpair()
+        prefix = ["unshare", "--pid", "--fork", "--kill-child"] if own_pids else []
         self.process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
+            [*prefix, sys.executable, __file__, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
         self.socket = ours
+        self.own_pids = own_pids
         self.actors: list[Actor] = []
 
     def request(self, message: dict[str, Any], fds: list[int] | None = None) -> int:
@@ -116,8 +131,18 @@ class Zygote:
         pid = self.request({"function": function, "args": args}, [theirs.fileno()])
         theirs.close()
         actor = Actor(self, pid, ours)
+        if self.own_pids:
+            actor.pid = self.pid_here(pid)
         self.actors.append(actor)
         return actor
+
+    def pid_here(self, inner: int) -> int:
+        zygote = only_child(self.process.pid)
+        for pid in Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split():
+            status = Path(f"/proc/{pid}/status").read_text()
+            if status.partition("NSpid:")[2].split("\n", 1)[0].split()[-1] == str(inner):
+                return int(pid)
+        raise AssertionError(f"the zygote's child {inner} isn't there")
 
     @contextmanager
     def episode(self) -> Iterator[Zygote]:
@@ -155,6 +180,7 @@ class Lines:
 
 def _main(fd: int) -> None:
     import actors
+    import soak_actors
 
     requests = socket.socket(fileno=fd)
     while True:
@@ -169,7 +195,8 @@ def _main(fd: int) -> None:
         if pid == 0:
             requests.close()
             try:
-                getattr(actors, message["function"])(Lines(fds[0]), *message["args"])
+                module = soak_actors if hasattr(soak_actors, message["function"]) else actors
+                getattr(module, message["function"])(Lines(fds[0]), *message["args"])
             except BaseException:  # noqa: BLE001 - the top of a process
                 traceback.print_exc()
             finally:
