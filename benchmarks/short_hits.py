@@ -13,9 +13,9 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks import machine
 from e2e import models
 from e2e.harness import BLOCK_TOKENS, EngineProcess, EngineSpec, random_prompt
+from umbp.cli.bench import machine
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BLOCKS = (1, 2, 4, 8)

@@ -15,9 +15,10 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks import machine, peers
+from benchmarks import peers
 from e2e import models
 from e2e.harness import EngineProcess, Result, gained, random_prompt
+from umbp.cli.bench import machine
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PROMPT_TOKENS = 4000

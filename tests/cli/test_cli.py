@@ -7,8 +7,10 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
 import umbp
@@ -46,12 +48,20 @@ def test_the_version_is_the_packages() -> None:
 
 
 def test_every_listed_subcommand_has_a_help() -> None:
-    from umbp.cli import _SUBCOMMANDS
+    from umbp.cli import cli
+    from umbp.cli.lazy import LazyGroup
 
-    for name in _SUBCOMMANDS:
-        result = run(name, "--help")
+    def every(group: click.Command, *path: str) -> Iterator[tuple[str, ...]]:
+        for name in group.list_commands(click.Context(group)) if isinstance(group, LazyGroup) else ():
+            yield (*path, name)
+            found = group.get_command(click.Context(group), name)
+            assert found is not None
+            yield from every(found, *path, name)
+
+    for path in every(cli):
+        result = run(*path, "--help")
         assert result.returncode == 0, result.stderr
-        assert "--json" in result.stdout
+        assert "--json" in result.stdout, path
 
 
 def test_an_unknown_subcommand_is_a_sentence_and_exit_code_2() -> None:

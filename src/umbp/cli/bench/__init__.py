@@ -1,0 +1,24 @@
+"""`umbp bench`: medians, and ratios against a named reference that is measured in the same run.
+
+A subcommand makes a `report.Report` and shows it, as a table or as one JSON object (`--json`).
+"""
+
+from __future__ import annotations
+
+import click
+
+from umbp.cli.lazy import LazyGroup, Subcommand
+
+_SUBCOMMANDS = {
+    "copy": Subcommand(
+        "umbp.cli.bench.copy", "command", "Blocks into the pool and out of it, against one big memcpy."
+    ),
+}
+
+
+@click.group(cls=LazyGroup, subcommands=_SUBCOMMANDS)
+def bench() -> None:
+    """How fast the node pool is on this machine: medians, and ratios against a named reference.
+
+    Every subcommand prints a table, or one JSON object with --json.
+    """

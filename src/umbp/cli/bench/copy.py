@@ -1,0 +1,258 @@
+"""`umbp bench copy`: blocks of KV memory into the pool and out of it, against one big memcpy.
+
+The reference is glibc's memcpy on one thread, of as many bytes, between the same KV memory and shared memory
+like the pool's; it runs in every round beside the copies that are measured. KV memory has the pages that an
+engine's has on a CPU: anonymous, without huge pages. Blocks are taken in random order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import click
+import numpy as np
+import numpy.typing as npt
+
+from umbp.cli.bench import machine
+from umbp.cli.bench.report import Report, Row, publish, rounded
+from umbp.cli.bench.timing import interleaved
+from umbp.errors import InvariantError
+from umbp.pool import CopyStatus, Outcome, Pool, slot_bytes
+from umbp.pool.limits import memory_limits, refuse_over_limit
+from umbp.runtime.mover import pool_geometry
+from umbp.transfer import BlockRuns, CopyEngine
+
+SHAPES = ((32, 64 << 10), (32, 18 << 10), (60, 8 << 10), (1024, 512))
+"""(ranges, bytes of each) where none are asked for: layers of large, middling and small models, and a block
+that a layout tears into short pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Objects of `ranges` times `range_bytes`, copied by so many threads."""
+
+    objects: int
+    ranges: int
+    range_bytes: int
+    threads: tuple[int, ...]
+
+    @property
+    def object_bytes(self) -> int:
+        return self.ranges * self.range_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.objects * self.object_bytes
+
+
+@click.command("copy")
+@click.option("--objects", default=256, show_default=True, type=click.IntRange(1, 1 << 20))
+@click.option("--ranges", type=click.IntRange(1, 1 << 16), help="Contiguous pieces of an object.")
+@click.option("--range-bytes", type=click.IntRange(1, 1 << 30), help="Bytes of each piece.")
+@click.option(
+    "--threads", multiple=True, type=click.IntRange(1, 256), help="May be given again.  [default: 1 and 2]"
+)
+@click.option("--repeat", default=15, show_default=True, type=click.IntRange(1, 1000), help="Rounds.")
+@click.option("--small", is_flag=True, help="A short run: at most 16 objects, 3 rounds.")
+@click.option("--json", "is_json", is_flag=True, help="One JSON object instead of a table.")
+def command(
+    objects: int,
+    ranges: int | None,
+    range_bytes: int | None,
+    threads: Sequence[int],
+    repeat: int,
+    small: bool,
+    is_json: bool,
+) -> None:
+    """Blocks into the pool and out of it, against one big memcpy of the same bytes.
+
+    Without --ranges and --range-bytes several shapes are measured. Rows with verify "always" compute or check
+    a checksum as well.
+    """
+    if (ranges is None) != (range_bytes is None):
+        raise click.UsageError("--ranges and --range-bytes go together")
+    shapes = SHAPES if ranges is None or range_bytes is None else ((ranges, range_bytes),)
+    report = measure(
+        shapes,
+        objects=min(objects, 16) if small else objects,
+        threads=tuple(dict.fromkeys(threads)) or (1, 2),
+        rounds=min(repeat, 3) if small else repeat,
+    )
+    publish(report, is_json=is_json)
+
+
+def measure(
+    shapes: Sequence[tuple[int, int]], *, objects: int, threads: tuple[int, ...], rounds: int
+) -> Report:
+    """A report with a row for each shape, direction, number of threads and `verify`."""
+    cases = [Case(objects, ranges, size, threads) for ranges, size in shapes]
+    largest = max(case.total_bytes for case in cases)
+    refuse_over_limit(3 * largest, memory_limits(), "a benchmark")
+    results = [row for case in cases for row in _rows(case, rounds)]
+    return Report(
+        title=f"Copies of {objects} objects against one memcpy, median of {rounds}",
+        results=results,
+        machine=machine.facts("umbp", "numpy"),
+        notes=(
+            "ratio_to_memcpy is speed over the speed of one thread's memcpy of the same bytes, same rounds.",
+            "spread is the middle half of the rounds over the median; verify far is the default.",
+        ),
+    )
+
+
+def _rows(case: Case, rounds: int) -> Iterator[Row]:
+    with _Setting.of(case) as at:
+        tickets, outcomes = at.pool.reserve(at.pool.namespace("bench"), at.keys, case.object_bytes)
+        _require(outcomes, Outcome.RESERVED)
+        yield from _measured("store", at, tickets, rounds)
+        _require(at.pool.publish(tickets), Outcome.PUBLISHED)
+        pins, outcomes = at.pool.acquire(at.keys)
+        _require(outcomes, Outcome.HIT)
+        yield from _measured("load", at, pins, rounds)
+        at.pool.release(pins)
+
+
+def _measured(op: str, at: _Setting, tickets: npt.NDArray[np.uint64], rounds: int) -> Iterator[Row]:
+    """The rows of one direction; the memcpy goes the same way."""
+    case = at.case
+    to, source = (at.shared, at.kv) if op == "store" else (at.kv, at.shared)
+    cases: dict[str, Callable[[], object]] = {
+        "memcpy": lambda: _LIBC.memcpy(to.address, source.address, case.total_bytes)
+    }
+    asked = [(threads, checksum) for checksum in (False, True) for threads in case.threads]
+    for threads, checksum in asked:
+        cases[f"{threads} {checksum}"] = at.copy(op, tickets, threads, checksum)
+    times = interleaved(cases, rounds)
+    reference = times["memcpy"]
+    for threads, checksum in asked:
+        found = times[f"{threads} {checksum}"]
+        yield {
+            "op": op,
+            "ranges": case.ranges,
+            "range_bytes": case.range_bytes,
+            "objects": case.objects,
+            "threads": threads,
+            "verify": "always" if checksum else "far",
+            "gib_per_s": rounded(case.total_bytes / found.median_s / 2**30),
+            "ratio_to_memcpy": rounded(reference.per(found)),
+            "spread": rounded(found.spread),
+            "memcpy_gib_per_s": rounded(case.total_bytes / reference.median_s / 2**30),
+        }
+    if op == "load":
+        at.check()
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Mapped memory, and where it lies."""
+
+    content: npt.NDArray[np.uint8]
+    address: int
+
+    @classmethod
+    def mapped(cls, size: int, flags: int) -> _Memory:
+        # The array keeps the mapping; numpy's own allocator would ask for huge pages, which engines don't.
+        content = np.frombuffer(mmap.mmap(-1, size, flags | mmap.MAP_ANONYMOUS), np.uint8)
+        content[:] = 1
+        return cls(content, content.ctypes.data)
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """KV memory of known content, the reference's memory, a pool for all objects, and copy engines."""
+
+    case: Case
+    kv: _Memory
+    shared: _Memory
+    pool: Pool
+    engines: dict[int, CopyEngine]
+    runs: BlockRuns
+    blocks: npt.NDArray[np.int64]
+    keys: list[str]
+
+    @classmethod
+    @contextmanager
+    def of(cls, case: Case) -> Iterator[_Setting]:
+        kv = _Memory.mapped(case.total_bytes, mmap.MAP_PRIVATE)
+        shared = _Memory.mapped(case.total_bytes, mmap.MAP_SHARED)
+        rng = np.random.default_rng(1)
+        _content(kv, case)[:] = _content_of(case)
+        shared.content[:] = kv.content
+        layer_bytes = case.objects * case.range_bytes
+        runs = BlockRuns.from_columns(
+            base_address=[kv.address + layer * layer_bytes for layer in range(case.ranges)],
+            block_stride=[case.range_bytes] * case.ranges,
+            run_bytes=[case.range_bytes] * case.ranges,
+            object_offset=[layer * case.range_bytes for layer in range(case.ranges)],
+            block_count=case.objects,
+        )
+        slab_bytes, smallest = pool_geometry(1 << 62, [case.object_bytes])
+        per_slab = slab_bytes // slot_bytes(case.object_bytes)
+        with ExitStack() as held:
+            pool = held.enter_context(
+                Pool.create_memfd(
+                    -(-case.objects // per_slab) * slab_bytes,
+                    slab_bytes=slab_bytes,
+                    min_object_bytes=smallest,
+                    lock_patience_s=5.0,
+                )
+            )
+            pool.prefault()
+            yield cls(
+                case=case,
+                kv=kv,
+                shared=shared,
+                pool=pool,
+                engines={count: held.enter_context(CopyEngine(count)) for count in case.threads},
+                runs=runs,
+                blocks=rng.permutation(case.objects),
+                keys=[f"bench/{number}" for number in range(case.objects)],
+            )
+
+    def copy(
+        self, op: str, tickets: npt.NDArray[np.uint64], threads: int, checksum: bool
+    ) -> Callable[[], None]:
+        engine = self.engines[threads]
+        verb = engine.store if op == "store" else engine.load
+
+        def call() -> None:
+            _require(verb(self.runs, self.blocks, self.pool, tickets, checksum=checksum), CopyStatus.OK)
+
+        return call
+
+    def check(self) -> None:
+        """What was loaded is what had been there."""
+        self.kv.content[:] = 0
+        engine = self.engines[self.case.threads[0]]
+        pins, _ = self.pool.acquire(self.keys)
+        _require(engine.load(self.runs, self.blocks, self.pool, pins), CopyStatus.OK)
+        self.pool.release(pins)
+        if not np.array_equal(_content(self.kv, self.case), _content_of(self.case)):
+            raise InvariantError("the copies have moved wrong bytes")
+
+
+def _content(memory: _Memory, case: Case) -> npt.NDArray[np.uint8]:
+    """The bytes that are compared: the first and last of every piece."""
+    pieces = memory.content.reshape(case.ranges * case.objects, case.range_bytes)
+    return pieces[:, :: max(1, case.range_bytes - 1)]
+
+
+def _content_of(case: Case) -> npt.NDArray[np.uint8]:
+    columns = len(range(0, case.range_bytes, max(1, case.range_bytes - 1)))
+    return np.random.default_rng(2).integers(0, 256, (case.ranges * case.objects, columns), np.uint8)
+
+
+def _require(outcomes: npt.NDArray[np.uint8], wanted: int) -> None:
+    if not (outcomes == wanted).all():
+        raise InvariantError(
+            f"the pool answered {set(outcomes.tolist())}, not {wanted!r}; please report this"
+        )
+
+
+_LIBC = ctypes.CDLL(None)
+_LIBC.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_LIBC.memcpy.restype = ctypes.c_void_p
