@@ -1,8 +1,10 @@
 // The hash index: open addressing, linear probing. Written under the lock; read by anyone without it.
 //
 // A hit validates itself: the reference is read before and after the digest, and a slot's generation changes
-// with every reuse. A miss is believed only if no entry moved meanwhile (`moves` even and unchanged), else
-// asked again.
+// with every reuse. A miss is believed only if no entry moved meanwhile, else asked again: `moves` is odd
+// from the first entry that an erase moves to the last and grows with each. An entry is copied to its new
+// place before the old one is overwritten, so at any one value of `moves` every stored key can be found, if
+// need be behind the one entry that is just being written: also while whoever moves them is stopped.
 #pragma once
 
 #include "pool/segment.hpp"
@@ -48,8 +50,7 @@ class Index {
   // Backward-shift deletion: no tombstones, so probes stay short for the life of the pool.
   void erase(i64 position) {
     std::atomic<u64>& moves = segment_.header().moves;
-    u64 hole = u64(position), at = hole;
-    bool moving = false;
+    u64 hole = u64(position), at = hole, count = moves.load(std::memory_order_relaxed);
     for (u64 steps = 0; steps < size_; steps++) {
       at = at + 1 == size_ ? 0 : at + 1;
       IndexEntry& entry = segment_.entry(at);
@@ -58,24 +59,19 @@ class Index {
       Digest digest{entry.low.load(std::memory_order_relaxed), entry.high.load(std::memory_order_relaxed)};
       u64 from_home = distance(home(digest), at), from_hole = distance(hole, at);
       if (from_home < from_hole) continue;
-      if (!moving) {
-        moving = true;
-        moves.store(moves.load(std::memory_order_relaxed) | 1, std::memory_order_relaxed);
-        std::atomic_thread_fence(std::memory_order_release);
-      }
+      announce(count = count % 2 ? count + 2 : count + 1);
       write(segment_.entry(hole), digest, ref, entry.aux.load(std::memory_order_relaxed));
       crash_point();
       hole = at;
     }
+    if (count % 2) announce(count + 1);  // everything is where it belongs; the last place is a duplicate
+    crash_point();
     segment_.entry(hole).ref.store(0, std::memory_order_release);
-    if (moving) moves.store(moves.load(std::memory_order_relaxed) + 1, std::memory_order_release);
     segment_.header().index_used--;
   }
 
   void clear() {
-    std::atomic<u64>& moves = segment_.header().moves;
-    moves.store(moves.load(std::memory_order_relaxed) | 1, std::memory_order_relaxed);
-    std::atomic_thread_fence(std::memory_order_release);
+    announce(segment_.header().moves.load(std::memory_order_relaxed) | 1);
     for (u64 at = 0; at < size_; at++) segment_.entry(at).ref.store(0, std::memory_order_relaxed);
     segment_.header().index_used = 0;
   }
@@ -87,43 +83,64 @@ class Index {
   // Without the lock. Which of `keys` are published in their namespace's present epoch.
   void lookup(const Digest* keys, std::size_t count, bool* hits) const {
     constexpr std::size_t kAhead = 16;
-    u64 before = segment_.header().moves.load(std::memory_order_acquire);
+    const u64 before = moves();
     bool missed = false;
     for (std::size_t i = 0; i < count; i++) {
       if (i + kAhead < count) prefetch_home(keys[i + kAhead]);
-      hits[i] = probe(keys[i]);
+      hits[i] = probe(keys[i], before % 2);
       missed |= !hits[i];
     }
-    for (int tries = 0; missed && tries < 4; tries++) {
-      std::atomic_thread_fence(std::memory_order_acquire);
-      u64 after = segment_.header().moves.load(std::memory_order_acquire);
-      if (after == before && after % 2 == 0) return;
-      before = after;
-      missed = false;
-      for (std::size_t i = 0; i < count; i++)
-        if (!hits[i] && !(hits[i] = probe(keys[i]))) missed = true;
-    }
+    if (!missed || have_not_moved_since(before)) return;
+    for (std::size_t i = 0; i < count; i++)
+      if (!hits[i]) hits[i] = probe_between_moves(keys[i]);
   }
 
  private:
   u64 distance(u64 from, u64 to) const { return to >= from ? to - from : to + size_ - from; }
 
+  u64 moves() const { return segment_.header().moves.load(std::memory_order_acquire); }
+  // Readers who see anything that is written from here on also see this count.
+  void announce(u64 count) {
+    segment_.header().moves.store(count, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_release);
+  }
+  bool have_not_moved_since(u64 before) const {
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return segment_.header().moves.load(std::memory_order_relaxed) == before;
+  }
+
   static void write(IndexEntry& entry, const Digest& digest, u64 ref, u64 aux) {
     entry.ref.store(0, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_release);
+    crash_point();
     entry.low.store(digest.low, std::memory_order_relaxed);
     entry.high.store(digest.high, std::memory_order_relaxed);
     entry.aux.store(aux, std::memory_order_relaxed);
     entry.ref.store(ref, std::memory_order_release);
   }
 
-  bool probe(const Digest& digest) const {
+  // One key, until nothing has moved while we looked. Whoever is overtaken every time calls it a miss.
+  bool probe_between_moves(const Digest& digest) const {
+    for (int tries = 0; tries < 64; tries++) {
+      const u64 before = moves();
+      if (probe(digest, before % 2)) return true;
+      if (have_not_moved_since(before)) return false;
+    }
+    return false;
+  }
+
+  // Looks past `holes` empty entries.
+  bool probe(const Digest& digest, u64 holes) const {
     u64 at = home(digest);
     for (u64 steps = 0; steps < size_; steps++, at = at + 1 == size_ ? 0 : at + 1) {
       IndexEntry& entry = segment_.entry(at);
       for (int tries = 0; tries < 16; tries++) {
         u64 ref = entry.ref.load(std::memory_order_acquire);
-        if (ref == 0) return false;
+        if (ref == 0) {
+          if (holes == 0) return false;
+          holes--;
+          break;
+        }
         u64 low = entry.low.load(std::memory_order_relaxed),
             high = entry.high.load(std::memory_order_relaxed);
         u64 aux = entry.aux.load(std::memory_order_relaxed);

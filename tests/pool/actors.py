@@ -117,3 +117,20 @@ def churn(lines: Lines, path: str, rounds: int) -> None:
         pool.publish(tickets[outcomes == Outcome.RESERVED])
         pool.remove(keys[::2])
     lines.answer("done")
+
+
+def shift(lines: Lines, path: str, board: str, blockers: list[str], keys: list[str]) -> None:
+    """Stores blockers, then keys that want the same places in the index; removes the blockers, so that each
+    key moves again and again; begins anew. The board's number is odd from when all keys are stored until the
+    first is to go. Runs until killed."""
+    turn = np.memmap(board, dtype=np.uint64, mode="r+")
+    pool = Pool.attach(path, lock_patience_s=5.0)
+    ns = pool.namespace("shift")
+    while True:
+        for some in (blockers, keys):
+            tickets, _ = pool.reserve(ns, some, OBJECT_BYTES)
+            pool.publish(tickets)
+        turn[0] += np.uint64(1)
+        pool.remove(blockers)
+        turn[0] += np.uint64(1)
+        pool.remove(keys)
