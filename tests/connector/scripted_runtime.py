@@ -13,6 +13,8 @@ from typing import Any
 from umbp.data import BlockTransferPlan, RankTopology, TransferJobState
 from umbp.options import Options
 from umbp.runtime.base import IUMBPRuntime, NotePhase, UMBPSchedulerHandle, UMBPWorkerHandle
+from umbp.runtime.pool_scheduler import PoolSchedulerHandle
+from umbp.runtime.pool_worker import PoolWorkerHandle
 from umbp.runtime.wrap.passing import (
     NotesByJob,
     PassingRuntime,
@@ -162,12 +164,14 @@ class WatchedRuntime(PassingRuntime):
             assert is_reserved or not shelf.written
             return
         for handle in self.handles:
-            assert not getattr(handle, "_held", None)
-            unpublished = len(getattr(handle, "_unpublished", ()))
-            assert is_reserved or not unpublished
-            if hasattr(handle, "_pool") and not is_reserved:
-                # Of the whole process, so with the scheduler's pins.
-                assert handle._pool.stats()["pinned_here"] == 0
+            if isinstance(handle, PoolSchedulerHandle):
+                assert not handle._held
+                continue
+            assert isinstance(handle, PoolWorkerHandle)
+            found = handle._keeper.current()
+            if found is not None and not is_reserved:
+                # Of the whole process, so with the scheduler's pins and every rank's reservations.
+                assert found[0].stats()["pinned_here"] == 0
 
 
 class PromptRuntime(PassingRuntime):

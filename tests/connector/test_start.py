@@ -82,10 +82,11 @@ def chunked_local(config: VllmConfig, cache_config: KVCacheConfig) -> None:
     group_spec(cache_config, spec)
 
 
-def latent(config: VllmConfig, cache_config: KVCacheConfig) -> None:
-    group_spec(
-        cache_config, MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+def packed_latent(config: VllmConfig, cache_config: KVCacheConfig) -> None:
+    spec = MLAAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, tokens_per_state=4
     )
+    group_spec(cache_config, spec)
 
 
 def mamba(config: VllmConfig, cache_config: KVCacheConfig) -> None:
@@ -127,7 +128,7 @@ def finer_hashes(config: VllmConfig, cache_config: KVCacheConfig) -> None:
         (sliding_window, "SlidingWindowSpec"),
         (windowed_full_attention, "sliding window of 64 tokens"),
         (chunked_local, "chunked local attention of 64 tokens"),
-        (latent, "MLA"),
+        (packed_latent, "MLA"),
         (mamba, "MambaSpec"),
         (two_groups, "2 KV cache groups"),
         (no_group, "0 KV cache groups"),

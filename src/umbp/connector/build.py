@@ -35,7 +35,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     topology = RankTopology.from_vllm_config(vllm_config)
     transfer = _transfer(vllm_config)
     return SchedulerSide(
-        PoolView(_runtime(options), topology),
+        PoolView(_runtime(options), topology, kv_cache_config.kv_tp_replicas),
         options,
         block_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
         ranks=topology.rank_count,
@@ -53,6 +53,7 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         worker_namespace(vllm_config, kv_cache_config),
         RankTopology.from_vllm_config(vllm_config),
         object_planner(kv_cache_config),
+        kv_tp_replicas=kv_cache_config.kv_tp_replicas,
     )
 
 

@@ -51,8 +51,8 @@ def unsupported_cache_group(kv_cache_config: KVCacheConfig) -> str | None:
     specs = _layer_specs(groups[0].kv_cache_spec)
     for spec in specs:
         kind = type(spec).__name__
-        if isinstance(spec, MLAAttentionSpec):
-            return "a model whose KV cache group 0 is latent attention (MLA)"
+        if isinstance(spec, MLAAttentionSpec) and spec.tokens_per_state != 1:
+            return "a model whose KV cache group 0 is latent attention (MLA) that packs tokens together"
         if not isinstance(spec, FullAttentionSpec):
             return f"a model whose KV cache group 0 is of vLLM's kind {kind}"
         if spec.sliding_window is not None:

@@ -70,6 +70,7 @@ class WorkerSide:
         topology: RankTopology,
         planner: KVLayoutPlanner,
         *,
+        kv_tp_replicas: int = 1,
         clock: Callable[[], float] = time.monotonic,
         nap: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -82,7 +83,7 @@ class WorkerSide:
         self._timeout_s = options.timeout_ms / 1000
         self._clock = clock
         self._nap = nap
-        layout = planner.describe(topology, "rank_local")
+        layout = planner.describe(topology, "rank_local", kv_tp_replicas)
         self._handle: Any = runtime.create_worker_handle(namespace, topology, layout)
         self._loads: list[_Running] = []
         self._stores: list[_Running] = []

@@ -27,8 +27,9 @@ T = TypeVar("T")
 class PoolView:
     """Misses everything until `open`; never raises after it."""
 
-    def __init__(self, runtime: IUMBPRuntime, topology: RankTopology) -> None:
+    def __init__(self, runtime: IUMBPRuntime, topology: RankTopology, kv_tp_replicas: int = 1) -> None:
         self._runtime = runtime
+        self._kv_tp_replicas = kv_tp_replicas
         self._can = capabilities_of(runtime)
         self._topology = topology
         self._handle: Any = None
@@ -66,7 +67,7 @@ class PoolView:
         namespace = UMBPNamespace(distinct[0])
         if self._handle is None:
             self._codec = BlockIdentityCodec(namespace.value)
-            layout = KVLayoutDescriptor((), self._topology)
+            layout = KVLayoutDescriptor((), self._topology, kv_tp_replicas=self._kv_tp_replicas)
             self._handle = self._runtime.create_scheduler_handle(namespace, self._topology, layout)
         if self._can.attach:
             self._handle.bind_workers(extras)
