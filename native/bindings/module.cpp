@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -263,36 +264,52 @@ NB_MODULE(_native, m) {
       },
       "capacity_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a);
 
-  auto parameters = [](u64 capacity, u64 slab, u64 smallest, double high, double low,
-                       nb::callable& may_take) {
-    return CreateParameters{
-        capacity, slab, smallest, u32(high * 1e6 + 0.5), u32(low * 1e6 + 0.5), [&may_take](u64 left_bytes) {
-          nb::gil_scoped_acquire hold;
-          may_take(left_bytes);
-        }};
+  nb::class_<MemoryPolicy>(m, "MemoryPolicy")
+      .def(
+          "__init__",
+          [](MemoryPolicy* self, bool use_huge_pages, int node, double huge_patience_s) {
+            new (self) MemoryPolicy{use_huge_pages, node, u64(huge_patience_s * 1e9)};
+          },
+          "use_huge_pages"_a, "node"_a, "huge_patience_s"_a);
+  m.def("nodes_of", [](Column<u64> addresses) { return nodes_of(vector_of(addresses)); }, "addresses"_a);
+  m.def("populate", &populate, "address"_a, "size"_a, nb::call_guard<nb::gil_scoped_release>());
+
+  auto parameters = [](u64 capacity, u64 slab, u64 smallest, double high, double low, nb::callable& may_take,
+                       const MemoryPolicy& memory) {
+    return CreateParameters{capacity,
+                            slab,
+                            smallest,
+                            u32(high * 1e6 + 0.5),
+                            u32(low * 1e6 + 0.5),
+                            [&may_take](u64 left_bytes) {
+                              nb::gil_scoped_acquire hold;
+                              may_take(left_bytes);
+                            },
+                            memory};
   };
   nb::class_<Pool>(m, "Pool")
       .def_static(
           "create_memfd",
           [parameters](u64 capacity, u64 slab, u64 smallest, double high, double low, double patience_s,
-                       nb::callable may_take) {
+                       nb::callable may_take, const MemoryPolicy& memory) {
             nb::gil_scoped_release release;
-            return new Pool(Segment::create_memfd(parameters(capacity, slab, smallest, high, low, may_take)),
-                            u64(patience_s * 1e9));
+            return new Pool(
+                Segment::create_memfd(parameters(capacity, slab, smallest, high, low, may_take, memory)),
+                u64(patience_s * 1e9));
           },
           "capacity_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "high"_a, "low"_a, "lock_patience_s"_a,
-          "may_take"_a)
+          "may_take"_a, "memory"_a)
       .def_static(
           "create_file",
           [parameters](const std::string& path, u64 capacity, u64 slab, u64 smallest, double high, double low,
-                       double patience_s, nb::callable may_take) {
+                       double patience_s, nb::callable may_take, const MemoryPolicy& memory) {
             nb::gil_scoped_release release;
             return new Pool(
-                Segment::create_file(path, parameters(capacity, slab, smallest, high, low, may_take)),
+                Segment::create_file(path, parameters(capacity, slab, smallest, high, low, may_take, memory)),
                 u64(patience_s * 1e9));
           },
           "path"_a, "capacity_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "high"_a, "low"_a,
-          "lock_patience_s"_a, "may_take"_a)
+          "lock_patience_s"_a, "may_take"_a, "memory"_a)
       .def_static(
           "attach",
           [](const std::string& path, double patience_s) {
@@ -308,6 +325,17 @@ NB_MODULE(_native, m) {
       .def_prop_ro("capacity_bytes", [](const Pool& p) { return p.segment()->geometry().capacity_bytes; })
       .def_prop_ro("slab_bytes", [](const Pool& p) { return p.segment()->geometry().slab_bytes; })
       .def_prop_ro("min_object_bytes", [](const Pool& p) { return p.segment()->geometry().min_object_bytes; })
+      .def_prop_ro("memory",
+                   [](const Pool& p) {
+                     const MemoryFacts& facts = p.segment()->memory();
+                     nb::dict d;
+                     d["asked_bytes"] = facts.asked_bytes;
+                     d["huge_bytes"] = facts.huge_bytes;
+                     d["taken_s"] = double(facts.taken_ns) / 1e9;
+                     d["huge_reason"] = facts.huge_reason;
+                     d["node_reason"] = facts.node_reason;
+                     return d;
+                   })
       .def_prop_ro("arena",
                    [](const Pool& p) {
                      auto s = p.segment();

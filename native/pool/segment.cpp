@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <map>
+#include <system_error>
 #include <utility>
 
 #include "pool/liveness.hpp"
@@ -116,25 +117,19 @@ bool Segment::back_range(u64 offset, u64 bytes) const {
   return true;
 }
 
-constexpr u64 kPortionBytes = 256ull << 20;
-
-static void reserve_memory(int fd, const Geometry& geometry, const std::function<void(u64)>& may_take) {
-  auto take = [&](u64 from, u64 bytes) {
-    while (fallocate(fd, 0, i64(from), i64(bytes)) != 0) {
-      if (errno == EINTR) continue;
-      throw CapacityError("reserving " + std::to_string(geometry.reserved_bytes(1)) +
-                          " bytes for the pool failed (" + reason() +
-                          "); nothing is kept: choose a smaller capacity_bytes");
-    }
-  };
+static MemoryFacts reserve_memory(int fd, const Geometry& geometry, const CreateParameters& parameters) {
   if (ftruncate(fd, i64(geometry.total_bytes)) != 0)
     throw CapacityError("the pool's file can't have " + std::to_string(geometry.total_bytes) +
                         " bytes: " + reason());
-  take(0, geometry.records_at);  // records and pin rows get memory when they are first needed
-  for (u64 taken = 0; taken < geometry.capacity_bytes; taken += kPortionBytes) {
-    const u64 left = geometry.capacity_bytes - taken;
-    if (may_take) may_take(left);
-    take(geometry.arena_at + taken, std::min(left, kPortionBytes));
+  try {
+    MemoryTaker taker(fd, geometry.total_bytes, parameters.memory);
+    taker.take(0, geometry.records_at, {});  // records and pin rows get memory when they are first needed
+    taker.take(geometry.arena_at, geometry.capacity_bytes, parameters.may_take);
+    return taker.facts();
+  } catch (const std::system_error& error) {
+    throw CapacityError("reserving " + std::to_string(geometry.reserved_bytes(1)) +
+                        " bytes for the pool failed (" + std::strerror(error.code().value()) +
+                        "); nothing is kept: choose a smaller capacity_bytes");
   }
 }
 
@@ -189,10 +184,13 @@ std::shared_ptr<Segment> Registry::adopt(int fd, const Header& header, FileId id
   segment->low_ppm_ = header.low_ppm;
   segment->name_ = std::move(name);
   segment->fork_epoch_ = fork_epoch();
-  void* base = mmap(nullptr, header.geometry.total_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (base == MAP_FAILED) throw SegmentError(segment->name_ + " can't be mapped: " + reason());
-  segment->base_ = static_cast<std::byte*>(base);
-  madvise(base, header.geometry.total_bytes, MADV_DONTFORK);  // a forgotten child must not keep the memory
+  try {
+    segment->base_ = map_shared(fd, header.geometry.total_bytes);
+  } catch (const std::system_error& error) {
+    throw SegmentError(segment->name_ + " can't be mapped: " + std::strerror(error.code().value()));
+  }
+  madvise(segment->base_, header.geometry.total_bytes,
+          MADV_DONTFORK);  // a forgotten child must not keep the memory
   segment->fd_ = fd;
 
   for (u32 slot = 0;; slot++) {
@@ -230,7 +228,7 @@ std::shared_ptr<Segment> Segment::create_memfd(const CreateParameters& parameter
   Descriptor file(memfd_create("umbp-pool", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (file.fd < 0) throw SegmentError("no memory file for the pool: " + reason());
   fchmod(file.fd, 0600);
-  reserve_memory(file.fd, geometry, parameters.may_take);
+  MemoryFacts memory = reserve_memory(file.fd, geometry, parameters);
   write_header(file.fd, geometry, parameters, geteuid());
   fcntl(file.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
   struct stat info = stat_of(file.fd);
@@ -239,7 +237,9 @@ std::shared_ptr<Segment> Segment::create_memfd(const CreateParameters& parameter
     throw SegmentError("the pool's header: " + reason());
   Registry& registry = Registry::get();
   std::lock_guard<std::mutex> guard(registry.mutex);
-  return registry.adopt(file.give(), *reinterpret_cast<Header*>(bytes), id_of(info), "memfd pool");
+  auto segment = registry.adopt(file.give(), *reinterpret_cast<Header*>(bytes), id_of(info), "memfd pool");
+  segment->memory_ = std::move(memory);
+  return segment;
 }
 
 std::shared_ptr<Segment> Segment::create_file(const std::string& path, const CreateParameters& parameters) {
@@ -255,8 +255,9 @@ std::shared_ptr<Segment> Segment::create_file(const std::string& path, const Cre
   if (file.fd < 0) throw SegmentError("no pool can be made at " + path + ": " + reason());
   Registry& registry = Registry::get();
   std::unique_lock<std::mutex> guard(registry.mutex, std::defer_lock);
+  MemoryFacts memory;
   try {
-    reserve_memory(file.fd, geometry, parameters.may_take);
+    memory = reserve_memory(file.fd, geometry, parameters);
     write_header(file.fd, geometry, parameters, geteuid());
     guard.lock();  // from here on other threads can find the file
     std::string self = "/proc/self/fd/" + std::to_string(file.fd);
@@ -270,7 +271,9 @@ std::shared_ptr<Segment> Segment::create_file(const std::string& path, const Cre
   alignas(Header) std::byte bytes[sizeof(Header)];
   if (pread(file.fd, bytes, sizeof bytes, 0) != ssize_t(sizeof bytes))
     throw SegmentError("the pool's header: " + reason());
-  return registry.adopt(file.give(), *reinterpret_cast<Header*>(bytes), id_of(info), path);
+  auto segment = registry.adopt(file.give(), *reinterpret_cast<Header*>(bytes), id_of(info), path);
+  segment->memory_ = std::move(memory);
+  return segment;
 }
 
 std::shared_ptr<Segment> Segment::attach(const std::string& path) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "pool/format.hpp"
+#include "pool/memory.hpp"
 
 namespace umbp {
 
@@ -19,6 +20,7 @@ struct CreateParameters {
   // refuse. Others may be taking memory at the same time: what was free at the start need not be free any
   // more.
   std::function<void(u64)> may_take;
+  MemoryPolicy memory = {};
 };
 
 class Segment {
@@ -38,6 +40,7 @@ class Segment {
   u32 process_slot() const { return process_slot_; }
   u32 process_generation() const { return process_generation_; }
   const std::string& name() const { return name_; }
+  const MemoryFacts& memory() const { return memory_; }  // of what this process took for it
   std::byte* base() const { return base_; }
 
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
@@ -106,6 +109,7 @@ class Segment {
   u64 fork_epoch_ = 0;
   bool is_joined_ = false;
   std::string name_;
+  MemoryFacts memory_;
 };
 
 // How often this process has been forked into being; an object made before a fork must not be used after it.

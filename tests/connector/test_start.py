@@ -204,7 +204,7 @@ def test_synchronous_loads_are_refused_where_the_engine_plans_ahead(
         ({"capacity_bytes": "12 parsecs"}, "12 parsecs"),
         ({"mode": "embeded"}, "embedded"),
         ({"eviction_policy": "hazard"}, "not in this version yet"),
-        ({"dram_numa_node": 0}, "not in this version yet"),
+        ({"dram_numa_node": 1023}, "names memory node 1023, which this host doesn't have"),
     ],
 )
 def test_bad_options_are_refused_while_a_gpus_configuration_is_resolved(

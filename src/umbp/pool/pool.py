@@ -5,7 +5,6 @@ Keys, hashes and parents of a call stand in chain order, root first: that is wha
 their descendants in the eviction order.
 """
 
-import ctypes
 import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -17,13 +16,14 @@ import numpy.typing as npt
 from umbp import _native
 from umbp.pool.handle import PoolHandle, boot_id
 from umbp.pool.limits import memory_limits, refuse_over_limit
+from umbp.pool.memory import MemoryPolicy, MemoryReport, Progress, own_node, prefault, report_of
 
 Tickets = npt.NDArray[np.uint64]
 Outcomes = npt.NDArray[np.uint8]
 Digests = npt.NDArray[np.uint64]
 
 LOCK_PATIENCE_S = 0.002
-MADV_POPULATE_WRITE = 23
+DEFAULT_MEMORY = MemoryPolicy()
 
 
 class Pool:
@@ -34,8 +34,10 @@ class Pool:
     `release`. Tickets are this process's own; whoever dies holding some loses them to the next reaper.
     """
 
-    def __init__(self, native: _native.Pool) -> None:
+    def __init__(self, native: _native.Pool, memory: MemoryReport | None = None) -> None:
         self.native = native
+        self.memory = memory
+        """What became of the memory policy, in the process that made the pool."""
 
     # Making and finding pools
 
@@ -50,30 +52,33 @@ class Pool:
         low_watermark: float = 0.95,
         lock_patience_s: float = LOCK_PATIENCE_S,
         processes: int = 2,
+        memory: MemoryPolicy = DEFAULT_MEMORY,
+        progress: Progress | None = None,
     ) -> Self:
         """A nameless pool that goes when its last process goes. Memory is taken at once, or CapacityError
         raised.
 
         `capacity_bytes` is rounded down to whole slabs; `min_object_bytes` bounds how many objects a slab can
         have; `processes` is how many are expected to attach (a few bytes of pin counts for each and every
-        slot).
+        slot); `progress` hears how much memory has been taken, and may raise to give up.
         """
         limits = memory_limits()
         refuse_over_limit(capacity_bytes, limits)
         refuse_over_limit(
             _native.reserved_bytes(capacity_bytes, slab_bytes, min_object_bytes, processes), limits
         )
-        return cls(
-            _native.Pool.create_memfd(
-                capacity_bytes,
-                slab_bytes,
-                min_object_bytes,
-                high_watermark,
-                low_watermark,
-                lock_patience_s,
-                _while_it_fits(capacity_bytes),
-            )
+        node = own_node() if memory.numa_node < 0 else memory.numa_node
+        native = _native.Pool.create_memfd(
+            capacity_bytes,
+            slab_bytes,
+            min_object_bytes,
+            high_watermark,
+            low_watermark,
+            lock_patience_s,
+            _while_it_fits(capacity_bytes, progress),
+            memory.native(capacity_bytes, node),
         )
+        return cls(native, report_of(native, memory, node))
 
     @classmethod
     def create(
@@ -87,6 +92,8 @@ class Pool:
         low_watermark: float = 0.95,
         lock_patience_s: float = LOCK_PATIENCE_S,
         processes: int = 2,
+        memory: MemoryPolicy = DEFAULT_MEMORY,
+        progress: Progress | None = None,
     ) -> Self:
         """A pool in a file, which stays until it is deleted. Of several creators one wins, the others get
         SegmentError."""
@@ -95,18 +102,19 @@ class Pool:
         refuse_over_limit(
             _native.reserved_bytes(capacity_bytes, slab_bytes, min_object_bytes, processes), limits
         )
-        return cls(
-            _native.Pool.create_file(
-                os.fspath(path),
-                capacity_bytes,
-                slab_bytes,
-                min_object_bytes,
-                high_watermark,
-                low_watermark,
-                lock_patience_s,
-                _while_it_fits(capacity_bytes, path),
-            )
+        node = own_node() if memory.numa_node < 0 else memory.numa_node
+        native = _native.Pool.create_file(
+            os.fspath(path),
+            capacity_bytes,
+            slab_bytes,
+            min_object_bytes,
+            high_watermark,
+            low_watermark,
+            lock_patience_s,
+            _while_it_fits(capacity_bytes, progress, path),
+            memory.native(capacity_bytes, node),
         )
+        return cls(native, report_of(native, memory, node))
 
     @classmethod
     def attach(
@@ -161,13 +169,12 @@ class Pool:
         """Address and length, in this process, of the memory that all payloads lie in."""
         return self.native.arena
 
-    def prefault(self) -> bool:
-        """Map all of the arena's pages in this process; False where the kernel can't (before Linux 5.14).
+    def prefault(self, progress: Progress | None = None) -> str:
+        """Map all of the arena's pages in this process; empty, or why the kernel can't (before Linux 5.14).
         Their memory is taken when the pool is made in any case: this saves the page faults of the first use.
         """
         address, size = self.arena
-        libc = ctypes.CDLL(None, use_errno=True)
-        return bool(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), MADV_POPULATE_WRITE) == 0)
+        return prefault(address, size, progress)
 
     # Looking, without the lock
 
@@ -292,7 +299,9 @@ class Pool:
         return self.native.reap()
 
 
-def _while_it_fits(capacity_bytes: int, path: str | os.PathLike[str] | None = None) -> Callable[[int], None]:
+def _while_it_fits(
+    capacity_bytes: int, progress: Progress | None, path: str | os.PathLike[str] | None = None
+) -> Callable[[int], None]:
     """Asked by the native core before each portion that it takes. The ranks of an engine start at the same
     time: each by itself would fit, all of them need not.
     """
@@ -300,6 +309,8 @@ def _while_it_fits(capacity_bytes: int, path: str | os.PathLike[str] | None = No
     def check(left_bytes: int) -> None:
         what = "a pool" if left_bytes == capacity_bytes else "the rest of a pool"
         refuse_over_limit(left_bytes, memory_limits(path=path), what)
+        if progress is not None:
+            progress(capacity_bytes - left_bytes, capacity_bytes)
 
     return check
 

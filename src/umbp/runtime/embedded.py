@@ -16,10 +16,12 @@ from umbp.kinds import format_size
 from umbp.options import Options
 from umbp.pool import Pool, PoolHandle, slot_bytes
 from umbp.pool.limits import memory_limits
+from umbp.pool.memory import check_node
 from umbp.pool.pool import LOCK_PATIENCE_S as LOOKUP_PATIENCE_S
 from umbp.runtime.base import Capabilities, HandshakeExtra
 from umbp.runtime.mover import pool_geometry
 from umbp.runtime.moves import GroupRuns
+from umbp.runtime.pool_memory import memory_policy, progress_log, settle_memory
 from umbp.runtime.pool_scheduler import PoolSchedulerHandle
 from umbp.runtime.pool_worker import LOCK_PATIENCE_S, PoolWorkerHandle
 
@@ -35,6 +37,7 @@ class EmbeddedRuntime:
 
     def __init__(self, options: Options) -> None:
         _refuse_unbuilt(options)
+        check_node(options.dram_numa_node)
         self._options = options
 
     def create_scheduler_handle(
@@ -142,9 +145,10 @@ class OwnPool:
             high_watermark=self._options.dram_high_watermark,
             low_watermark=self._options.dram_low_watermark,
             lock_patience_s=LOCK_PATIENCE_S,
+            memory=memory_policy(self._options),
+            progress=progress_log("taking the pool's memory"),
         )
-        if self._options.dram_prefault and not pool.prefault():
-            logger.warning("UMBP: dram_prefault: this kernel can't map the pool's pages early; go on without")
+        settle_memory(pool, self._options)
         # The options themselves are said once an engine, by its scheduler.
         logger.info(
             "UMBP: %s of host memory for %d blocks of %s; %s for all %d workers of this engine",
@@ -177,8 +181,6 @@ def _refuse_unbuilt(options: Options) -> None:
     unbuilt = {
         "eviction_policy": options.eviction_policy == "hazard",
         "write_policy": options.write_policy == "lazy",
-        "dram_use_hugepages": options.dram_use_hugepages is True,
-        "dram_numa_node": options.dram_numa_node != -1,
         "lookup_async": options.lookup_async,
     }
     for name, is_asked in unbuilt.items():
