@@ -2,12 +2,15 @@
 // key strings are kept alive by a tuple of references meanwhile.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
+#include "bindings/shared_pool.hpp"
 #include "copy/engine.hpp"
 #include "pool/pool.hpp"
 
@@ -169,9 +172,10 @@ nb::dict stats_dict(const Pool& pool) {
   nb::dict d;
   // clang-format off
 #define X(name) d[#name] = s.name;
-  X(capacity_bytes) X(used_bytes) X(objects) X(slabs) X(free_slabs) X(slots) X(processes) X(namespaces)
+  X(capacity_bytes) X(max_bytes) X(used_bytes) X(objects) X(slabs) X(free_slabs) X(slots) X(processes) X(namespaces)
   X(evicted) X(orphaned) X(reserved) X(published) X(abandoned) X(not_now) X(takeovers) X(rebuilds)
-  X(reaped) X(full) X(slab_moves) X(cleared) X(removed_total) X(pinned) X(pinned_here) X(deferred_here)
+  X(reaped) X(full) X(slab_moves) X(cleared) X(removed_total) X(pinned) X(pinned_here) X(deferred_here) X(acquired_hits)
+  X(acquired_misses)
 #undef X
       // clang-format on
       return d;
@@ -247,22 +251,23 @@ NB_MODULE(_native, m) {
   arm_from_environment();
   m.def(
       "reserved_bytes",
-      [](u64 capacity, u64 slab, u64 smallest, u64 processes) {
-        return Geometry::make(capacity, slab, smallest).reserved_bytes(processes);
+      [](u64 capacity, u64 max, u64 slab, u64 smallest, u64 processes) {
+        return Geometry::make(std::max(capacity, max), slab, smallest)
+            .reserved_bytes(capacity / slab, processes);
       },
-      "capacity_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "processes"_a);
+      "capacity_bytes"_a, "max_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "processes"_a);
   m.def("slot_bytes", &slot_bytes_for, "object_bytes"_a);
   m.def(
       "geometry",
-      [](u64 capacity, u64 slab, u64 smallest) {
-        Geometry g = Geometry::make(capacity, slab, smallest);
+      [](u64 max, u64 slab, u64 smallest) {
+        Geometry g = Geometry::make(max, slab, smallest);
         nb::dict d;
 #define X(name) d[#name] = g.name;
         UMBP_GEOMETRY_FIELDS(X)
 #undef X
         return d;
       },
-      "capacity_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a);
+      "max_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a);
 
   nb::class_<MemoryPolicy>(m, "MemoryPolicy")
       .def(
@@ -274,42 +279,47 @@ NB_MODULE(_native, m) {
   m.def("nodes_of", [](Column<u64> addresses) { return nodes_of(vector_of(addresses)); }, "addresses"_a);
   m.def("populate", &populate, "address"_a, "size"_a, nb::call_guard<nb::gil_scoped_release>());
 
-  auto parameters = [](u64 capacity, u64 slab, u64 smallest, double high, double low, nb::callable& may_take,
-                       const MemoryPolicy& memory) {
-    return CreateParameters{capacity,
-                            slab,
-                            smallest,
-                            u32(high * 1e6 + 0.5),
-                            u32(low * 1e6 + 0.5),
-                            [&may_take](u64 left_bytes) {
-                              nb::gil_scoped_acquire hold;
-                              may_take(left_bytes);
-                            },
-                            memory};
+  auto parameters = [](u64 capacity, u64 max, u64 slab, u64 smallest, double high, double low,
+                       nb::callable& may_take, const MemoryPolicy& memory) {
+    CreateParameters p;
+    p.capacity_bytes = capacity;
+    p.max_bytes = max;
+    p.slab_bytes = slab;
+    p.min_object_bytes = smallest;
+    p.high_ppm = u32(high * 1e6 + 0.5);
+    p.low_ppm = u32(low * 1e6 + 0.5);
+    p.may_take = [&may_take](u64 left_bytes) {
+      nb::gil_scoped_acquire hold;
+      may_take(left_bytes);
+    };
+    p.memory = memory;
+    return p;
   };
-  nb::class_<Pool>(m, "Pool")
+  nb::class_<Pool> pool_class(m, "Pool");
+  pool_class
       .def_static(
           "create_memfd",
           [parameters](u64 capacity, u64 slab, u64 smallest, double high, double low, double patience_s,
                        nb::callable may_take, const MemoryPolicy& memory) {
             nb::gil_scoped_release release;
             return new Pool(
-                Segment::create_memfd(parameters(capacity, slab, smallest, high, low, may_take, memory)),
+                Segment::create_memfd(parameters(capacity, capacity, slab, smallest, high, low, may_take, memory)),
                 u64(patience_s * 1e9));
           },
           "capacity_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "high"_a, "low"_a, "lock_patience_s"_a,
           "may_take"_a, "memory"_a)
       .def_static(
           "create_file",
-          [parameters](const std::string& path, u64 capacity, u64 slab, u64 smallest, double high, double low,
-                       double patience_s, nb::callable may_take, const MemoryPolicy& memory) {
+          [parameters](const std::string& path, u64 capacity, u64 max, u64 slab, u64 smallest, double high,
+                       double low, std::optional<u32> group, double patience_s, nb::callable may_take,
+                       const MemoryPolicy& memory) {
             nb::gil_scoped_release release;
-            return new Pool(
-                Segment::create_file(path, parameters(capacity, slab, smallest, high, low, may_take, memory)),
-                u64(patience_s * 1e9));
+            CreateParameters p = parameters(capacity, max, slab, smallest, high, low, may_take, memory);
+            p.group_gid = group.value_or(kNoGroup);
+            return new Pool(Segment::create_file(path, p), u64(patience_s * 1e9));
           },
-          "path"_a, "capacity_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "high"_a, "low"_a,
-          "lock_patience_s"_a, "may_take"_a, "memory"_a)
+          "path"_a, "capacity_bytes"_a, "max_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "high"_a,
+          "low"_a, "group_gid"_a.none(), "lock_patience_s"_a, "may_take"_a, "memory"_a)
       .def_static(
           "attach",
           [](const std::string& path, double patience_s) {
@@ -322,7 +332,8 @@ NB_MODULE(_native, m) {
       .def_prop_ro("fd", [](const Pool& p) { return p.segment()->fd(); })
       .def_prop_ro("is_expelled", [](const Pool& p) { return p.segment()->is_expelled(); })
       .def_prop_ro("process_slot", [](const Pool& p) { return p.segment()->process_slot(); })
-      .def_prop_ro("capacity_bytes", [](const Pool& p) { return p.segment()->geometry().capacity_bytes; })
+      .def_prop_ro("capacity_bytes", [](const Pool& p) { return p.segment()->capacity_bytes(); })
+      .def_prop_ro("max_bytes", [](const Pool& p) { return p.segment()->geometry().max_bytes; })
       .def_prop_ro("slab_bytes", [](const Pool& p) { return p.segment()->geometry().slab_bytes; })
       .def_prop_ro("min_object_bytes", [](const Pool& p) { return p.segment()->geometry().min_object_bytes; })
       .def_prop_ro("memory",
@@ -340,7 +351,7 @@ NB_MODULE(_native, m) {
                    [](const Pool& p) {
                      auto s = p.segment();
                      u64 address = reinterpret_cast<u64>(s->base() + s->geometry().arena_at);
-                     return nb::make_tuple(address, s->geometry().capacity_bytes);
+                     return nb::make_tuple(address, s->geometry().max_bytes);
                    })
       .def(
           "lookup", [](const Pool& p, nb::handle keys) { return lookup(p, Keys(p, keys)); }, "keys"_a)
@@ -454,6 +465,7 @@ NB_MODULE(_native, m) {
       .def("stats", &stats_dict)
       .def("audit", &Pool::audit, nb::call_guard<nb::gil_scoped_release>())
       .def("reap", &Pool::reap, nb::call_guard<nb::gil_scoped_release>());
+  bind_shared_pool(m, pool_class);
 
   nb::class_<Runs>(m, "Runs")
       .def(

@@ -25,10 +25,12 @@ class Audit {
 
   void walk_slabs() {
     per_class_.assign(kClassLimit, {});
-    per_ns_.assign(kNamespaceLimit, 0);
+    per_ns_.assign(kNamespaceLimit, {});
     for (u32 i = 0; i < s_.geometry().slab_count; i++) {
       const Slab& slab = s_.slab(i);
       u64 slot_bytes = s_.slab_slot_bytes(i);
+      if (!s_.has_memory(i)) continue;
+      present_slabs_++;
       if (slot_bytes == 0) {
         free_slabs_++;
         continue;
@@ -56,6 +58,7 @@ class Audit {
       require(listed == free, "every free slot is in its slab's free list", i);
       PerClass& c = per_class_[slab.klass];
       c.slabs++;
+      if (slab.closed) continue;
       c.free_slots += free;
       c.partial += free > 0;
     }
@@ -74,7 +77,7 @@ class Audit {
     require(state <= SlotState::doomed, "a slot's state is one of four", slot);
     require(r.length > 0 && r.length + kTrailerBytes <= slot_bytes, "an object fits its slot", slot);
     used_bytes_ += slot_bytes;
-    per_ns_[r.ns] += slot_bytes;
+    per_ns_[r.ns].used_bytes += slot_bytes;
     u64 pins = 0;
     for (u32 p = 0; p < kProcessLimit; p++)
       if (s_.process(p).in_use.load()) pins += s_.pin(p, slot).load();
@@ -87,6 +90,8 @@ class Audit {
     require(state != SlotState::doomed || pins > 0, "a removed object stays only while pinned", slot);
     if (state == SlotState::published) {
       published_++;
+      per_ns_[r.ns].objects++;
+      per_ns_[r.ns].evictable += pins == 0;
       per_class_[s_.slab(s_.slab_of(slot)).klass].evictable += pins == 0;
     }
     const bool outdated = !o_.is_current(r);
@@ -177,18 +182,41 @@ class Audit {
     require(h.used_bytes == used_bytes_, "used bytes are the sum of used slots", used_bytes_);
     require(h.objects == published_, "the pool counts its objects", published_);
     require(links_ == named_, "a parent that is there knows its child", named_);
-    for (u32 ns = 0; ns < kNamespaceLimit; ns++)
-      require(s_.ns(ns).used_bytes == per_ns_[ns], "a namespace counts its bytes", ns);
+    require(h.present_slabs == present_slabs_, "the pool counts its slabs that have memory", present_slabs_);
+    for (u32 ns = 0; ns < kNamespaceLimit; ns++) check_namespace(ns);
+  }
+
+  void check_namespace(u32 ns) {
+    const Namespace& entry = s_.ns(ns);
+    const PerNamespace& found = per_ns_[ns];
+    require(entry.used_bytes == found.used_bytes, "a namespace counts its bytes", ns);
+    require(entry.objects == found.objects, "a namespace counts its objects", ns);
+    if (entry.epoch.load() == 0) return;
+    u64 listed = 0;
+    u32 younger = kNil;
+    for (u32 slot = entry.young; slot != kNil; slot = s_.record(slot).own_next) {
+      require(++listed <= found.evictable, "a namespace's order ends", ns);
+      require(s_.record(slot).ns == ns && o_.state(slot) == SlotState::published && s_.record(slot).pins == 0,
+              "only a namespace's own evictable objects are in its order", slot);
+      require(s_.record(slot).own_prev == younger, "a namespace's order is linked both ways", slot);
+      younger = slot;
+    }
+    require(younger == entry.old && listed == found.evictable,
+            "every evictable object is in its namespace's order", ns);
   }
 
   struct PerClass {
     u64 slabs = 0, free_slots = 0, partial = 0, evictable = 0;
   };
+  struct PerNamespace {
+    u64 used_bytes = 0, objects = 0, evictable = 0;
+  };
   Objects& o_;
   Segment& s_;
   std::vector<PerClass> per_class_;
-  std::vector<u64> per_ns_;
-  u64 free_slabs_ = 0, used_bytes_ = 0, published_ = 0, indexed_ = 0, links_ = 0, named_ = 0;
+  std::vector<PerNamespace> per_ns_;
+  u64 free_slabs_ = 0, present_slabs_ = 0, used_bytes_ = 0, published_ = 0, indexed_ = 0, links_ = 0,
+      named_ = 0;
 };
 
 }  // namespace

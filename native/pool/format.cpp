@@ -61,29 +61,29 @@ u64 checksum_of(const void* data, std::size_t bytes) {
   return XXH3_64bits(data, bytes);
 }
 
-Geometry Geometry::make(u64 capacity_bytes, u64 slab_bytes, u64 min_object_bytes) {
+Geometry Geometry::make(u64 max_bytes, u64 slab_bytes, u64 min_object_bytes) {
   if (min_object_bytes == 0 || min_object_bytes > kMaxBytes)
     throw ConfigError("min_object_bytes must be between 1 and 2**50, not " +
                       std::to_string(min_object_bytes));
   if (slab_bytes == 0 || slab_bytes % kPageBytes || slab_bytes > kMaxBytes)
     throw ConfigError("slab_bytes must be a positive multiple of 4096, not " + std::to_string(slab_bytes));
-  if (capacity_bytes < slab_bytes || capacity_bytes > kMaxBytes)
-    throw ConfigError("capacity_bytes must be between one slab (" + std::to_string(slab_bytes) +
-                      " bytes) and 2**50, not " + std::to_string(capacity_bytes));
+  if (max_bytes < slab_bytes || max_bytes > kMaxBytes)
+    throw ConfigError("a pool's size must be between one slab (" + std::to_string(slab_bytes) +
+                      " bytes) and 2**50, not " + std::to_string(max_bytes));
   if (slot_bytes_for(min_object_bytes) > slab_bytes)
     throw ConfigError("an object of min_object_bytes=" + std::to_string(min_object_bytes) +
                       " and its 64-byte trailer don't fit a slab of " + std::to_string(slab_bytes) +
                       " bytes");
   Geometry g;
-  g.slab_count = capacity_bytes / slab_bytes;
-  g.capacity_bytes = g.slab_count * slab_bytes;
+  g.slab_count = max_bytes / slab_bytes;
+  g.max_bytes = g.slab_count * slab_bytes;
   g.slab_bytes = slab_bytes;
   g.min_object_bytes = min_object_bytes;
   g.slots_per_slab = slab_bytes / slot_bytes_for(min_object_bytes);
   g.max_slots = g.slab_count * g.slots_per_slab;
   if (g.max_slots >= kNil)
-    throw ConfigError("capacity_bytes=" + std::to_string(capacity_bytes) +
-                      " with min_object_bytes=" + std::to_string(min_object_bytes) +
+    throw ConfigError("a pool of up to " + std::to_string(max_bytes) +
+                      " bytes with min_object_bytes=" + std::to_string(min_object_bytes) +
                       " makes more than 2**32 slots; raise min_object_bytes");
   g.index_entries = round_up(2 * g.max_slots, kPageBytes / sizeof(IndexEntry));
   g.pin_row_bytes = round_up(2 * g.max_slots, kPageBytes);
@@ -103,12 +103,13 @@ Geometry Geometry::make(u64 capacity_bytes, u64 slab_bytes, u64 min_object_bytes
   g.pins_at = place(kProcessLimit * g.pin_row_bytes);
   at = round_up(at, 2u << 20);  // huge pages need it, and a hole costs nothing
   g.arena_at = at;
-  g.total_bytes = at + g.capacity_bytes;
+  g.total_bytes = at + g.max_bytes;
   return g;
 }
 
-u64 Geometry::reserved_bytes(u64 processes) const {
-  return pins_at + processes * pin_row_bytes + capacity_bytes;
+u64 Geometry::reserved_bytes(u64 slabs, u64 processes) const {
+  return records_at + slabs * slots_per_slab * sizeof(SlotRecord) + processes * pin_row_bytes +
+         slabs * slab_bytes;
 }
 
 u64 header_checksum(const Header& header) {
@@ -122,7 +123,7 @@ void check_header(const Header& header, u64 file_bytes, u32 file_uid, const std:
   if (header.magic != kMagic) refuse("it isn't a UMBP pool");
   if (header.version != kFormatVersion || header.header_bytes != sizeof(Header))
     refuse("it has pool format " + std::to_string(header.version) + ", this package reads format " +
-           std::to_string(kFormatVersion));
+           std::to_string(kFormatVersion) + "; destroy it, or use it with the version that made it");
   auto state = SegmentState(header.state.load());
   if (state == SegmentState::initialising)
     refuse("its creator hasn't finished making it; if that process is gone, delete it");
@@ -130,7 +131,7 @@ void check_header(const Header& header, u64 file_bytes, u32 file_uid, const std:
   if (state != SegmentState::ready) refuse("its header is damaged (state)");
   Geometry want;
   try {
-    want = Geometry::make(header.geometry.capacity_bytes, header.geometry.slab_bytes,
+    want = Geometry::make(header.geometry.max_bytes, header.geometry.slab_bytes,
                           header.geometry.min_object_bytes);
   } catch (const ConfigError& error) {
     refuse(std::string("its header is damaged (") + error.what() + ")");

@@ -3,8 +3,11 @@
 //   header | processes | namespaces | classes | slabs | ring | index | slot records | pin rows | arena
 //
 // Truth, from which everything else is rebuilt after a crash: a slab's slot_bytes; a slot record's state word
-// with the fields that it vouches for; the pin rows of living processes; namespace names and epochs. Derived:
-// the index, free lists, eviction order links, child links, counts, uses.
+// with the fields that it vouches for; the pin rows of living processes; namespace names, epochs and quotas;
+// who is resizing. Derived: the index, free lists, eviction order links, child links, counts, uses.
+//
+// The file is as long as the pool may ever become (max_bytes); slabs that are absent have no memory. So a
+// pool grows and shrinks slab by slab, and nobody who is attached has to map anything anew.
 //
 // Lock-free readers read the index (and namespace epochs) and nothing else.
 #pragma once
@@ -17,11 +20,12 @@ namespace umbp {
 constexpr u32 kNil = 0xffffffffu;
 constexpr u64 kMagic = 0x4c4f4f5050424d55ull;       // "UMBPPOOL"
 constexpr u64 kTrailerMagic = 0x314c4941525450ull;  // "PTRAIL1"
-constexpr u32 kFormatVersion = 1;
+constexpr u32 kFormatVersion = 2;
 constexpr u64 kPageBytes = 4096;
 constexpr u32 kProcessLimit = 64;
 constexpr u32 kNamespaceLimit = 1024;
-constexpr u32 kNamespaceNameBytes = 216;
+constexpr u32 kNamespaceNameBytes = 192;  // of longer names the head; a namespace is known by its digest
+constexpr u32 kNoGroup = 0xffffffffu;
 constexpr u32 kClassLimit = 256;
 constexpr u64 kRingEntries = 65536;
 constexpr u64 kTrailerBytes = 64;
@@ -41,7 +45,7 @@ enum class SegmentState : u32 { initialising = 0, ready = 1, destroyed = 2 };
 // them afresh and compares, so a damaged field is found by name.
 // clang-format off
 #define UMBP_GEOMETRY_FIELDS(X)                                                                  \
-  X(capacity_bytes) X(slab_bytes) X(min_object_bytes) X(slab_count) X(slots_per_slab)            \
+  X(max_bytes) X(slab_bytes) X(min_object_bytes) X(slab_count) X(slots_per_slab)            \
   X(max_slots) X(index_entries) X(processes_at) X(namespaces_at) X(classes_at) X(slabs_at)       \
   X(ring_at) X(index_at) X(records_at) X(pins_at) X(pin_row_bytes) X(arena_at) X(total_bytes)
 // clang-format on
@@ -51,10 +55,11 @@ struct Geometry {
   UMBP_GEOMETRY_FIELDS(X)
 #undef X
   // Throws ConfigError with one sentence if the three can't make a pool.
-  static Geometry make(u64 capacity_bytes, u64 slab_bytes, u64 min_object_bytes);
+  static Geometry make(u64 max_bytes, u64 slab_bytes, u64 min_object_bytes);
   u64 slots_in_slab(u64 slot_bytes) const { return slab_bytes / slot_bytes; }
-  // All that a pool may come to use with `processes` attached: metadata in full and the arena.
-  u64 reserved_bytes(u64 processes) const;
+  // All that a pool of `slabs` slabs may come to use with `processes` attached: metadata in full and the
+  // arena.
+  u64 reserved_bytes(u64 slabs, u64 processes) const;
 };
 
 struct alignas(64) Header {
@@ -68,7 +73,9 @@ struct alignas(64) Header {
   u32 owner_uid;
   u32 process_limit;
   u32 high_ppm, low_ppm;
-  u64 checksum;  // of all bytes before it
+  u32 group_gid;  // whose members may attach; kNoGroup: the owner alone
+  u64 created_s;  // since the epoch, for people
+  u64 checksum;   // of all bytes before it
 
   alignas(64) std::atomic<u32> state;
   // Each hot word has a cache line of its own: lookups read `moves`, everybody fights for `lock`.
@@ -80,10 +87,12 @@ struct alignas(64) Header {
   alignas(64) u64 clock;                   // touch stamps
   u32 call_id, plan_id;                    // tags for per-call and per-plan marks in slot records
   u32 free_slab_head, class_count;
-  u64 free_slabs, used_bytes, objects, index_used;
+  u64 free_slabs, present_slabs, used_bytes, objects, index_used;
+  // The lock word of the process that is resizing the pool; 0: nobody.
+  std::atomic<u32> resizer;
   alignas(64) std::atomic<u64> evicted;
   std::atomic<u64> removed_orphans, reserved_total, published_total, abandoned_total, not_now, takeovers,
-      rebuilds, reaped, full, slab_moves, cleared;
+      rebuilds, reaped, full, slab_moves, cleared, acquired_hits, acquired_misses;
 };
 static_assert(sizeof(Header) <= kPageBytes);
 
@@ -92,16 +101,19 @@ struct alignas(64) Process {
   std::atomic<u32> in_use;
   std::atomic<u32> pid;
   u32 uid;
+  std::atomic<u32> size_holds;  // above 0: the pool may not be resized as long as this process lives
   u64 attached_ns;
 };
 
 struct alignas(256) Namespace {
   u64 used_bytes;
-  u64 quota_bytes;
+  u64 quota_bytes;  // ~0: none
+  u64 objects;
   std::atomic<u32> epoch;  // 0: the entry is free
   u32 swept_epoch;         // differs from epoch while a clear() still has objects to drop
+  u32 young, old;          // its evictable objects by last use
   Digest digest;
-  char name[kNamespaceNameBytes - 8];
+  char name[kNamespaceNameBytes];
 };
 static_assert(sizeof(Namespace) == 256);
 
@@ -114,12 +126,18 @@ struct alignas(64) Class {
   u32 call;  // the reserve call that last asked for it: not to be replaced within it
 };
 
+// What a slab's slot_bytes says while it isn't a size.
+constexpr u64 kSlabFree = 0;
+constexpr u64 kSlabAbsent = 1;  // no memory
+constexpr u64 kSlabMoving = 2;  // nothing in it; its memory is just being taken or given back
+
 struct alignas(64) Slab {
-  std::atomic<u64> slot_bytes;     // truth; 0: free
+  std::atomic<u64> slot_bytes;     // truth
   u64 touched;                     // newest stamp of its objects
   u32 klass, used, pinned, fresh;  // fresh: slots from here on were never used since it joined its class
   u32 free_head, prev, next;       // partial list of its class, or the list of free slabs
   u32 backed;                      // slot records that have memory
+  u32 closed;                      // hands out no more slots: it is being emptied for a smaller pool
 };
 
 struct RingEntry {
@@ -154,6 +172,7 @@ struct alignas(128) SlotRecord {
   u32 call;                              // marked by this reserve call: not to be evicted for it
   u32 plan, plan_seen;                   // chosen, or looked through, by this eviction plan
   u32 plan_children_tag, plan_children;  // children chosen by that plan
+  u32 own_prev, own_next;                // its namespace's order
 };
 static_assert(sizeof(SlotRecord) == 128);
 

@@ -24,7 +24,7 @@ static void futex_wake_one(std::atomic<u32>& word) {
   syscall(SYS_futex, reinterpret_cast<u32*>(&word), FUTEX_WAKE, 1, nullptr, nullptr, 0);
 }
 
-static bool owner_is_dead(Segment& segment, u32 word) {
+bool owner_is_dead(Segment& segment, u32 word) {
   u32 slot = (word & 0x7f) - 1, generation = word >> 8;
   if (slot >= kProcessLimit) return true;  // no process writes this: damage, repaired like a death
   if (slot == segment.process_slot()) return generation != (segment.process_generation() & 0xffffffu);

@@ -22,5 +22,7 @@ struct Patience {
 // False if a living process kept the lock for all of the patience.
 bool lock_segment(Segment& segment, Patience& patience);
 void unlock_segment(Segment& segment);
+// Whether a lock word names a process that is no more.
+bool owner_is_dead(Segment& segment, u32 word);
 
 }  // namespace umbp

@@ -37,7 +37,8 @@ void Objects::reserve(u32 slot, const Digest& digest, u32 ns, u64 length, u32 pa
   r.parent = parent == kNil ? 0 : ticket(parent);
   r.pins = 1;
   r.children = 0;
-  r.lru_prev = r.lru_next = r.first_child = r.next_sibling = r.prev_sibling = kNil;
+  r.lru_prev = r.lru_next = r.own_prev = r.own_next = kNil;
+  r.first_child = r.next_sibling = r.prev_sibling = kNil;
   crash_point();
   s.my_pin(slot).store(1, std::memory_order_relaxed);
   u32 generation = next_generation(word_generation(word(slot)));
@@ -55,7 +56,8 @@ void Objects::publish(u32 slot) {
   r.pins = 0;
   s.slab(s.slab_of(slot)).pinned--;
   s.header().objects++;
-  policy.enter(slot);
+  s.ns(r.ns).objects++;
+  enter_orders(slot);
   i64 at = index.find(r.digest);
   if (at < 0 || ref_slot(index.ref(at)) != slot)
     throw SegmentError("the pool is damaged: a reservation has no index entry");
@@ -85,7 +87,7 @@ void Objects::free(u32 slot) {
 void Objects::pin(u32 slot) {
   SlotRecord& r = s.record(slot);
   if (r.pins == 0) {
-    policy.leave(slot);
+    leave_orders(slot);
     s.slab(s.slab_of(slot)).pinned++;
   }
   crash_point();
@@ -106,7 +108,7 @@ void Objects::unpin(u32 slot, u32 process, u16 count) {
   if (state(slot) == SlotState::doomed)
     free(slot);
   else
-    policy.enter(slot);
+    enter_orders(slot);
 }
 
 void Objects::drop(u32 slot) {
@@ -116,13 +118,31 @@ void Objects::drop(u32 slot) {
   if (state(slot) != SlotState::published) return;  // a reservation: its owner finds it outdated
   Digest digest = r.digest;
   s.header().objects--;
+  s.ns(r.ns).objects--;
   if (r.pins == 0) {
-    policy.leave(slot);
+    leave_orders(slot);
     free(slot);
   } else {
     set_word(r, make_word(word_generation(word(slot)), SlotState::doomed, 0));
   }
   remember_removed(digest);
+}
+
+void Objects::touch(u32 slot) {
+  if (s.record(slot).pins) return;
+  policy.touch(slot);
+  own.leave(slot);
+  own.enter(slot);
+}
+
+void Objects::enter_orders(u32 slot) {
+  policy.enter(slot);
+  own.enter(slot);
+}
+
+void Objects::leave_orders(u32 slot) {
+  policy.leave(slot);
+  own.leave(slot);
 }
 
 static void do_deferred(Objects& objects) {

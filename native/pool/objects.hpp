@@ -5,6 +5,7 @@
 
 #include "pool/index.hpp"
 #include "pool/lock.hpp"
+#include "pool/own_order.hpp"
 #include "pool/policy.hpp"
 #include "pool/space.hpp"
 #include "pool/tree.hpp"
@@ -14,12 +15,19 @@ namespace umbp {
 class Objects {
  public:
   explicit Objects(Segment& segment)
-      : s(segment), index(segment), space(segment), tree(segment), policy_(segment), policy(policy_) {}
+      : s(segment),
+        index(segment),
+        space(segment),
+        tree(segment),
+        own(segment),
+        policy_(segment),
+        policy(policy_) {}
 
   Segment& s;
   Index index;
   Space space;
   Tree tree;
+  OwnOrder own;
 
  private:
   LeafFirstLru policy_;
@@ -48,6 +56,7 @@ class Objects {
   void abandon(u32 slot);  // a reservation, anybody's
   void pin(u32 slot);      // for this process
   void unpin(u32 slot, u32 process, u16 count);
+  void touch(u32 slot);  // used: the youngest again, if it may be evicted
   // Makes an object invisible and frees it, at once or with its last pin. A reservation stays its owner's.
   void drop(u32 slot);
 
@@ -55,6 +64,8 @@ class Objects {
   void set_word(SlotRecord& r, u64 word);
   void unindex(u32 slot);
   void free(u32 slot);
+  void enter_orders(u32 slot);
+  void leave_orders(u32 slot);
   void remember_removed(const Digest& digest);
 };
 

@@ -13,7 +13,7 @@ namespace umbp {
 // remembered. While something is remembered already nobody waits that long again.
 static constexpr u64 kGiveBackPatienceNs = 50000000ull;
 static constexpr u64 kReapPatienceNs = 100000000ull;
-static constexpr u64 kClearPatienceNs = 1000000000ull;
+static constexpr u64 kAuditPatienceNs = 1000000000ull;
 
 std::shared_ptr<Segment> Pool::segment() const {
   std::lock_guard<std::mutex> guard(mutex_);
@@ -41,12 +41,16 @@ Patience Pool::give_back_patience(Segment& segment) const {
 
 void Pool::lookup(std::span<const Digest> keys, bool* hits) const {
   auto s = segment();
-  Index(*s).lookup(keys.data(), keys.size(), hits);
+  if (s->is_destroyed())
+    std::fill(hits, hits + keys.size(), false);
+  else
+    Index(*s).lookup(keys.data(), keys.size(), hits);
 }
 
 std::size_t Pool::match(const std::vector<std::string_view>& hashes, std::string_view prefix) const {
   constexpr std::size_t kMostAhead = 512;
   auto s = segment();
+  if (s->is_destroyed()) return 0;
   Index index(*s);
   RawHasher hasher(prefix, s->hash_seed());
   Digest digests[kMostAhead];
@@ -106,10 +110,11 @@ Stats Pool::stats() const {
   auto s = segment();
   const Header& h = s->header();
   Stats stats{};
-  stats.capacity_bytes = s->geometry().capacity_bytes;
+  stats.capacity_bytes = s->capacity_bytes();
+  stats.max_bytes = s->geometry().max_bytes;
   stats.used_bytes = h.used_bytes;
   stats.objects = h.objects;
-  stats.slabs = s->geometry().slab_count;
+  stats.slabs = h.present_slabs;
   stats.free_slabs = h.free_slabs;
   stats.slots = s->geometry().max_slots;
   for (u32 i = 0; i < kProcessLimit; i++) stats.processes += s->process(i).in_use.load() != 0;
@@ -127,6 +132,8 @@ Stats Pool::stats() const {
   stats.full = h.full;
   stats.slab_moves = h.slab_moves;
   stats.cleared = h.cleared;
+  stats.acquired_hits = h.acquired_hits;
+  stats.acquired_misses = h.acquired_misses;
   stats.removed_total = h.ring_head;
   stats.pinned_here = s->pinned_slots();
   for (u64 slab = 0; slab < s->geometry().slab_count; slab++)
@@ -136,35 +143,50 @@ Stats Pool::stats() const {
   return stats;
 }
 
-// Names are only ever added, so a number means one name for the life of the pool.
-u32 Pool::open_namespace(std::string_view name) {
-  if (name.empty()) throw ConfigError("a namespace needs a name");
+void Pool::resize(const ResizeParameters& parameters) {
   auto s = segment();
-  const Digest digest = digest_of(name, 0);
-  u32 number = 0;
-  {
-    Patience patience{kClearPatienceNs};
-    Locked lock(*s, patience);
-    if (!lock)
-      throw SegmentError("the namespace can't be opened now: a stopped process holds the pool's lock");
-    for (; number < kNamespaceLimit; number++) {
-      Namespace& ns = s->ns(number);
-      if (ns.epoch.load(std::memory_order_relaxed) != 0) {
-        if (ns.digest == digest) return number;
-        continue;
-      }
-      ns.digest = digest;
-      ns.used_bytes = 0;
-      ns.quota_bytes = ~0ull;
-      ns.swept_epoch = 1;
-      std::memset(ns.name, 0, sizeof ns.name);
-      std::memcpy(ns.name, name.data(), std::min(name.size(), sizeof ns.name - 1));
-      ordered();
-      ns.epoch.store(1, std::memory_order_release);
-      return number;
-    }
+  umbp::resize(*s, parameters);
+}
+
+void Pool::hold_size() {
+  auto s = segment();
+  umbp::hold_size(*s);
+}
+
+void Pool::release_size() {
+  auto s = segment();
+  umbp::release_size(*s);
+}
+
+void Pool::destroy() {
+  auto s = segment();
+  if (s->path().empty())
+    throw SegmentError("a pool without a file can't be destroyed: it goes with its processes");
+  if (!s->is_destroyed()) Segment::destroy(s->path(), s->id());
+}
+
+bool Pool::is_destroyed() const {
+  return segment()->is_destroyed();
+}
+
+bool Pool::is_replaced(u64 interval_ns) const {
+  auto s = segment();
+  return s->is_destroyed() || s->is_replaced(interval_ns);
+}
+
+// Contiguous stretches of the arena that have memory, as offset and length.
+std::vector<std::pair<u64, u64>> Pool::arena_ranges() const {
+  auto s = segment();
+  const u64 slab_bytes = s->geometry().slab_bytes;
+  std::vector<std::pair<u64, u64>> ranges;
+  for (u64 i = 0; i < s->geometry().slab_count; i++) {
+    if (!s->has_memory(u32(i))) continue;
+    if (!ranges.empty() && ranges.back().first + ranges.back().second == i * slab_bytes)
+      ranges.back().second += slab_bytes;
+    else
+      ranges.emplace_back(i * slab_bytes, slab_bytes);
   }
-  throw SegmentError("the pool has no room for another namespace; make a new pool");
+  return ranges;
 }
 
 namespace {
@@ -230,6 +252,11 @@ void Pool::reserve(u32 ns, std::span<const Digest> keys, std::span<const u64> ob
   auto s = segment();
   if (ns >= kNamespaceLimit || s->ns(ns).epoch.load() == 0)
     throw ConfigError("no such namespace in this pool");
+  if (s->is_destroyed()) {
+    std::fill(tickets, tickets + keys.size(), 0);
+    std::fill(outcomes, outcomes + keys.size(), Outcome::full);
+    return;
+  }
   Reservation call(*s, {ns, keys, object_bytes, parents, tickets, outcomes});
   Patience patience{patience_ns_};
   bool has_reaped = false;
@@ -273,7 +300,7 @@ void Pool::publish(std::span<const u64> tickets, Outcome* outcomes) {
       u32 slot = ticket_slot(tickets[i]);
       if (!is_my_reservation(*lock, tickets[i])) {
         outcomes[i] = Outcome::invalid;
-      } else if (!lock->is_current(s->record(slot))) {
+      } else if (!lock->is_current(s->record(slot)) || s->is_destroyed()) {
         lock->abandon(slot);
         outcomes[i] = Outcome::stale;
       } else {
@@ -311,8 +338,10 @@ void Pool::abandon(std::span<const u64> tickets, Outcome* outcomes) {
 void Pool::acquire(std::span<const Digest> keys, u64* tickets, Outcome* outcomes) {
   auto s = segment();
   std::fill(tickets, tickets + keys.size(), 0);
-  std::fill(outcomes, outcomes + keys.size(), Outcome::not_now);
+  std::fill(outcomes, outcomes + keys.size(), s->is_destroyed() ? Outcome::miss : Outcome::not_now);
+  if (s->is_destroyed()) return;
   Patience patience{patience_ns_};
+  u64 hits = 0, misses = 0;
   in_batches(keys.size(), [&](std::size_t from, std::size_t count) {
     Locked lock(*s, patience);
     if (!lock) return;
@@ -333,6 +362,12 @@ void Pool::acquire(std::span<const Digest> keys, u64* tickets, Outcome* outcomes
       outcome = Outcome::hit;
     }
   });
+  for (std::size_t i = 0; i < keys.size(); i++) {
+    hits += outcomes[i] == Outcome::hit;
+    misses += outcomes[i] == Outcome::miss;
+  }
+  s->header().acquired_hits.fetch_add(hits, std::memory_order_relaxed);
+  s->header().acquired_misses.fetch_add(misses, std::memory_order_relaxed);
 }
 
 void Pool::release(std::span<const u64> tickets, Outcome* outcomes) {
@@ -361,7 +396,8 @@ void Pool::release(std::span<const u64> tickets, Outcome* outcomes) {
 
 void Pool::touch(std::span<const Digest> keys, Outcome* outcomes) {
   auto s = segment();
-  std::fill(outcomes, outcomes + keys.size(), Outcome::not_now);
+  std::fill(outcomes, outcomes + keys.size(), s->is_destroyed() ? Outcome::miss : Outcome::not_now);
+  if (s->is_destroyed()) return;
   Patience patience{patience_ns_};
   in_batches_backwards(keys.size(), [&](std::size_t from, std::size_t count) {
     Locked lock(*s, patience);
@@ -372,14 +408,15 @@ void Pool::touch(std::span<const Digest> keys, Outcome* outcomes) {
     for (std::size_t i = count; i-- > 0;) {
       bool present = slots[i] != kNil && lock->state(slots[i]) == SlotState::published;
       outcomes[from + i] = present ? Outcome::touched : Outcome::miss;
-      if (present && s->record(slots[i]).pins == 0) lock->policy.touch(slots[i]);
+      if (present) lock->touch(slots[i]);
     }
   });
 }
 
 void Pool::remove(std::span<const Digest> keys, Outcome* outcomes) {
   auto s = segment();
-  std::fill(outcomes, outcomes + keys.size(), Outcome::not_now);
+  std::fill(outcomes, outcomes + keys.size(), s->is_destroyed() ? Outcome::miss : Outcome::not_now);
+  if (s->is_destroyed()) return;
   Patience patience{patience_ns_};
   in_batches(keys.size(), [&](std::size_t from, std::size_t count) {
     Locked lock(*s, patience);
@@ -397,23 +434,6 @@ void Pool::remove(std::span<const Digest> keys, Outcome* outcomes) {
   });
 }
 
-bool Pool::clear(u32 ns) {
-  auto s = segment();
-  if (ns >= kNamespaceLimit || s->ns(ns).epoch.load() == 0)
-    throw ConfigError("no such namespace in this pool");
-  Patience patience{kClearPatienceNs};
-  {
-    Locked lock(*s, patience);
-    if (!lock) return false;
-    std::atomic<u32>& epoch = s->ns(ns).epoch;
-    u32 next = epoch.load() + 1;
-    epoch.store(next ? next : 1, std::memory_order_release);  // from here on nothing of it is visible
-    s->header().cleared.fetch_add(1, std::memory_order_relaxed);
-  }
-  sweep_namespace(*s, ns, patience);  // if it is cut short, reap() goes on with it
-  return true;
-}
-
 u32 Pool::reap() {
   auto s = segment();
   Patience patience{kReapPatienceNs};
@@ -422,7 +442,7 @@ u32 Pool::reap() {
 
 void Pool::audit() {
   auto s = segment();
-  Patience patience{kClearPatienceNs};
+  Patience patience{kAuditPatienceNs};
   Locked lock(*s, patience);
   if (!lock) throw SegmentError("the pool can't be audited now: a stopped process holds its lock");
   audit_segment(*lock);

@@ -4,10 +4,13 @@
 
 #include <optional>
 #include <span>
+#include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "pool/lock.hpp"
+#include "pool/resize.hpp"
 #include "pool/segment.hpp"
 
 namespace umbp {
@@ -32,9 +35,15 @@ enum class Outcome : u8 {
 };
 
 struct Stats {
-  u64 capacity_bytes, used_bytes, objects, slabs, free_slabs, slots, processes, namespaces, evicted, orphaned,
-      reserved, published, abandoned, not_now, takeovers, rebuilds, reaped, full, slab_moves, cleared,
-      removed_total, pinned, pinned_here, deferred_here;
+  u64 capacity_bytes, max_bytes, used_bytes, objects, slabs, free_slabs, slots, processes, namespaces,
+      evicted, orphaned, reserved, published, abandoned, not_now, takeovers, rebuilds, reaped, full,
+      slab_moves, cleared, acquired_hits, acquired_misses, removed_total, pinned, pinned_here, deferred_here;
+};
+
+struct NamespaceInfo {
+  std::string name;  // of a long one the head
+  u32 id, epoch;
+  u64 used_bytes, quota_bytes, objects;
 };
 
 class Pool {
@@ -56,11 +65,20 @@ class Pool {
   std::optional<u64> removed_since(u64 cursor,
                                    std::vector<Digest>& removed) const;  // the new cursor; none: lost
   u64 removed_head() const;
+  std::vector<NamespaceInfo> namespaces() const;
+  bool is_destroyed() const;
+  // Destroyed, or its path leads elsewhere by now; asks the file system once in `interval_ns` at most.
+  bool is_replaced(u64 interval_ns) const;
+  std::vector<std::pair<u64, u64>> arena_ranges() const;
   void payload(std::span<const u64> tickets, u64* addresses, u64* lengths) const;
   Stats stats() const;
 
   // Under it.
+  // The number of a namespace, made if new. Names are only ever added: a number means one name for good.
   u32 open_namespace(std::string_view name);
+  // The most that its slots may take; 0: nothing may be stored, ~0: no bound. What is above it is evicted, as
+  // far as nobody holds it. False if the lock couldn't be had.
+  bool set_quota(u32 ns, u64 bytes);
   void reserve(u32 ns, std::span<const Digest> keys, std::span<const u64> object_bytes,
                std::span<const std::optional<Digest>> parents, u64* tickets, Outcome* outcomes);
   void publish(std::span<const u64> tickets, Outcome* outcomes);
@@ -70,7 +88,12 @@ class Pool {
   void touch(std::span<const Digest> keys, Outcome* outcomes);
   void remove(std::span<const Digest> keys, Outcome* outcomes);
   bool clear(u32 ns);
+  bool clear_all();
   u32 reap();
+  void resize(const ResizeParameters& parameters);
+  void hold_size();
+  void release_size();
+  void destroy();
   void audit();
 
  private:

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "pool/liveness.hpp"
+#include "pool/resize.hpp"
 
 namespace umbp {
 
@@ -54,6 +55,7 @@ static bool return_all(Segment& s, u32 process, u32 generation, Patience& patien
     if (entry.generation.load() != generation || entry.in_use.load() == 0)
       return true;  // another has done it
     if (!return_batch(*lock, process, cursor)) continue;
+    entry.size_holds.store(0);
     entry.in_use.store(0);
     s.header().reaped.fetch_add(process != s.process_slot(), std::memory_order_relaxed);
     return true;
@@ -85,6 +87,7 @@ void join_process_table(Segment& s) {
     entry.pid.store(u32(getpid()));
     entry.uid = geteuid();
     entry.attached_ns = monotonic_ns();
+    entry.size_holds.store(0);
     entry.in_use.store(1);
     s.mark_joined();
   }
@@ -115,6 +118,7 @@ u32 reap_dead(Segment& s, Patience& patience) {
     if (epoch == 0) break;
     if (entry.swept_epoch != epoch && !sweep_namespace(s, ns, patience)) break;
   }
+  finish_dead_resize(s, patience);
   return reaped;
 }
 
@@ -167,6 +171,7 @@ std::vector<u32> living_processes(Segment& s) {
     std::memset(static_cast<void*>(s.base() + s.geometry().pins_at + process * s.geometry().pin_row_bytes), 0,
                 s.geometry().pin_row_bytes);
     ordered();
+    entry.size_holds.store(0);
     entry.in_use.store(0);
     s.header().reaped.fetch_add(1, std::memory_order_relaxed);
   }
@@ -198,7 +203,8 @@ void settle_record(Objects& objects, u32 slot, u64 slot_bytes, const std::vector
   r.word.store(make_word(word_generation(word), state, owner), std::memory_order_release);
   r.pins = pins;
   r.children = 0;
-  r.lru_prev = r.lru_next = r.first_child = r.next_sibling = r.prev_sibling = kNil;
+  r.lru_prev = r.lru_next = r.own_prev = r.own_next = kNil;
+  r.first_child = r.next_sibling = r.prev_sibling = kNil;
 }
 
 // Makes a settled object known again: its parent's link, its key, its namespace's and its slab's counts.
@@ -236,6 +242,7 @@ void place_object(Objects& objects, u32 slot, std::vector<u32>& evictable) {
                        u64(r.ns) << 32 | r.epoch);
   if (state != SlotState::published) return;
   s.header().objects++;
+  s.ns(r.ns).objects++;
   if (r.pins == 0) evictable.push_back(slot);
 }
 
@@ -249,12 +256,18 @@ void rebuild(Objects& objects) {
   objects.index.clear();
   objects.space.reset();
   for (u32 ns = 0; ns < kNamespaceLimit; ns++) {
-    s.ns(ns).used_bytes = 0;
+    s.ns(ns).used_bytes = s.ns(ns).objects = 0;
+    s.ns(ns).young = s.ns(ns).old = kNil;
     s.ns(ns).swept_epoch = s.ns(ns).epoch.load(std::memory_order_relaxed);
   }
   const u32 slabs = u32(s.geometry().slab_count);
   for (u32 slab = slabs; slab-- > 0;) {
     const u64 slot_bytes = s.slab_slot_bytes(slab);
+    if (!s.has_memory(slab)) {
+      objects.space.adopt_absent(slab);
+      continue;
+    }
+    h.present_slabs++;
     if (slot_bytes == 0) {
       objects.space.free_slab(slab);
       continue;
@@ -277,6 +290,7 @@ void rebuild(Objects& objects) {
   std::sort(evictable.begin(), evictable.end(),
             [&s](u32 a, u32 b) { return s.record(a).stamp < s.record(b).stamp; });
   objects.policy.rebuild(evictable);
+  for (u32 slot : evictable) objects.own.enter(slot);
   objects.index.settle();
   // A removal that was cut short may be missing from the ring: every reader is told that it has lost some.
   if (!is_first) h.ring_head.fetch_add(kRingEntries + 1, std::memory_order_release);

@@ -108,7 +108,7 @@ bool Reservation::choose_for(Objects& objects, const Need& need, u64& free_slabs
 
 u64 Reservation::over_watermark(const Need& need) const {
   if (s_.high_ppm() >= 1000000) return 0;
-  const unsigned __int128 capacity = s_.geometry().capacity_bytes;
+  const unsigned __int128 capacity = s_.capacity_bytes();
   const u64 after = s_.header().used_bytes + need.count * need.slot_bytes;
   if (after <= u64(capacity * s_.high_ppm() / 1000000)) return 0;
   const u64 low = u64(capacity * s_.low_ppm() / 1000000);

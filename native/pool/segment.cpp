@@ -3,11 +3,14 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <map>
@@ -18,8 +21,6 @@
 #include "pool/reap.hpp"
 
 namespace umbp {
-
-using FileId = std::pair<u64, u64>;
 
 // Every attachment of this process. Held throughout attach and detach: a descriptor closed beside a living
 // attachment of the same file would drop its byte lock.
@@ -33,7 +34,8 @@ struct Registry {
         new Registry;  // outlives static destruction: attachments may be closed at exit
     return *registry;
   }
-  std::shared_ptr<Segment> adopt(int fd, const Header& header, FileId id, std::string name);
+  std::shared_ptr<Segment> adopt(int fd, const Header& header, FileId id, std::string name,
+                                 std::string path = {});
   static void detach(Segment* segment, FileId id);
 };
 
@@ -54,6 +56,10 @@ static bool watch_forks() {
 u64 fork_epoch() {
   static const bool is_watching = watch_forks();
   return is_watching ? forks.load(std::memory_order_relaxed) : 0;
+}
+
+static FileId id_of(const struct stat& info) {
+  return {u64(info.st_dev), u64(info.st_ino)};
 }
 
 static std::string reason() {
@@ -81,7 +87,7 @@ void Segment::refuse_after_fork() const {
 
 u64 Segment::slab_slot_bytes(u32 slab_index) const {
   u64 bytes = slab(slab_index).slot_bytes.load(std::memory_order_relaxed);
-  if (bytes == 0) return 0;
+  if (bytes <= kSlabMoving) return 0;
   if (bytes % kPageBytes || bytes > geometry_.slab_bytes ||
       bytes < slot_bytes_for(geometry_.min_object_bytes))
     damaged();
@@ -117,17 +123,39 @@ bool Segment::back_range(u64 offset, u64 bytes) const {
   return true;
 }
 
-static MemoryFacts reserve_memory(int fd, const Geometry& geometry, const CreateParameters& parameters) {
+bool Segment::unback_range(u64 offset, u64 bytes) const {
+  while (fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, i64(offset), i64(bytes)) != 0)
+    if (errno != EINTR) return false;
+  return true;
+}
+
+bool Segment::is_replaced(u64 interval_ns) const {
+  if (path_.empty()) return false;
+  const u64 now = monotonic_ns();
+  u64 looked = looked_at_ns_.load(std::memory_order_relaxed);
+  const bool is_due = looked == 0 || now - looked >= interval_ns;
+  if (is_due && looked_at_ns_.compare_exchange_strong(looked, now, std::memory_order_relaxed)) {
+    struct stat info;
+    // A path that can't be examined at all says nothing about the pool.
+    const bool is_there = stat(path_.c_str(), &info) == 0;
+    const bool is_gone = !is_there && (errno == ENOENT || errno == ENOTDIR);
+    was_replaced_ = is_gone || (is_there && id_of(info) != id_);
+  }
+  return was_replaced_;
+}
+
+static MemoryFacts reserve_memory(int fd, const Geometry& geometry, u64 capacity_bytes,
+                                  const CreateParameters& parameters) {
   if (ftruncate(fd, i64(geometry.total_bytes)) != 0)
     throw CapacityError("the pool's file can't have " + std::to_string(geometry.total_bytes) +
                         " bytes: " + reason());
   try {
     MemoryTaker taker(fd, geometry.total_bytes, parameters.memory);
     taker.take(0, geometry.records_at, {});  // records and pin rows get memory when they are first needed
-    taker.take(geometry.arena_at, geometry.capacity_bytes, parameters.may_take);
+    taker.take(geometry.arena_at, capacity_bytes, parameters.may_take);
     return taker.facts();
   } catch (const std::system_error& error) {
-    throw CapacityError("reserving " + std::to_string(geometry.reserved_bytes(1)) +
+    throw CapacityError("reserving " + std::to_string(capacity_bytes) +
                         " bytes for the pool failed (" + std::strerror(error.code().value()) +
                         "); nothing is kept: choose a smaller capacity_bytes");
   }
@@ -150,15 +178,13 @@ static void write_header(int fd, const Geometry& geometry, const CreateParameter
   header.process_limit = kProcessLimit;
   header.high_ppm = parameters.high_ppm;
   header.low_ppm = parameters.low_ppm;
+  header.group_gid = parameters.group_gid;
+  header.created_s = u64(time(nullptr));
   header.checksum = header_checksum(header);
   header.dirty = 1;  // whoever locks it first builds the derived tables
   header.state = u32(SegmentState::ready);
   if (pwrite(fd, bytes, sizeof bytes, 0) != ssize_t(sizeof bytes))
     throw SegmentError("the pool's header can't be written: " + reason());
-}
-
-static FileId id_of(const struct stat& info) {
-  return {u64(info.st_dev), u64(info.st_ino)};
 }
 
 static struct stat stat_of(int fd) {
@@ -167,12 +193,54 @@ static struct stat stat_of(int fd) {
   return info;
 }
 
+// The slabs beyond the capacity get no memory and say so.
+static void mark_absent(int fd, const Geometry& geometry, u64 capacity_bytes) {
+  const u64 first = capacity_bytes / geometry.slab_bytes;
+  std::vector<std::byte> bytes((geometry.slab_count - first) * sizeof(Slab));
+  for (u64 i = 0; i < geometry.slab_count - first; i++)
+    reinterpret_cast<Slab*>(bytes.data())[i].slot_bytes = kSlabAbsent;
+  const u64 at = geometry.slabs_at + first * sizeof(Slab);
+  for (u64 done = 0; done < bytes.size();) {
+    ssize_t written = pwrite(fd, bytes.data() + done, bytes.size() - done, i64(at + done));
+    if (written < 0 && errno != EINTR) throw SegmentError("the pool's slabs can't be written: " + reason());
+    if (written > 0) done += u64(written);
+  }
+}
+
+static bool is_member(u32 gid) {
+  if (gid == getegid()) return true;
+  const int count = getgroups(0, nullptr);
+  std::vector<gid_t> groups(count > 0 ? std::size_t(count) : 0);
+  const int got = count > 0 ? getgroups(count, groups.data()) : 0;
+  return std::find(groups.begin(), groups.begin() + std::max(got, 0), gid) !=
+         groups.begin() + std::max(got, 0);
+}
+
 static void check_parameters(const CreateParameters& parameters) {
   if (parameters.low_ppm == 0 || parameters.low_ppm > parameters.high_ppm || parameters.high_ppm > 1000000)
     throw ConfigError("watermarks must be 0 < low <= high <= 1");
+  if (parameters.slab_bytes && parameters.capacity_bytes < parameters.slab_bytes)
+    throw ConfigError("a pool's size must be at least one slab (" + std::to_string(parameters.slab_bytes) +
+                      " bytes), not " + std::to_string(parameters.capacity_bytes));
+  if (parameters.max_bytes && parameters.max_bytes < parameters.capacity_bytes)
+    throw ConfigError(
+        "a pool's size must not exceed what it may grow to: " + std::to_string(parameters.capacity_bytes) +
+        " and " + std::to_string(parameters.max_bytes) + " bytes");
 }
 
-std::shared_ptr<Segment> Registry::adopt(int fd, const Header& header, FileId id, std::string name) {
+// Takes the memory and writes what an attacher checks.
+static MemoryFacts furnish(int fd, const CreateParameters& parameters) {
+  const Geometry geometry = Geometry::make(std::max(parameters.max_bytes, parameters.capacity_bytes),
+                                           parameters.slab_bytes, parameters.min_object_bytes);
+  const u64 capacity_bytes = parameters.capacity_bytes / geometry.slab_bytes * geometry.slab_bytes;
+  MemoryFacts memory = reserve_memory(fd, geometry, capacity_bytes, parameters);
+  mark_absent(fd, geometry, capacity_bytes);
+  write_header(fd, geometry, parameters, geteuid());
+  return memory;
+}
+
+std::shared_ptr<Segment> Registry::adopt(int fd, const Header& header, FileId id, std::string name,
+                                         std::string path) {
   Descriptor descriptor(fd);
   std::unique_ptr<Segment, void (*)(Segment*)> segment(new Segment, [](Segment* broken) {
     if (broken->base_) munmap(broken->base_, broken->geometry_.total_bytes);
@@ -183,6 +251,8 @@ std::shared_ptr<Segment> Registry::adopt(int fd, const Header& header, FileId id
   segment->high_ppm_ = header.high_ppm;
   segment->low_ppm_ = header.low_ppm;
   segment->name_ = std::move(name);
+  segment->path_ = std::move(path);
+  segment->id_ = id;
   segment->fork_epoch_ = fork_epoch();
   try {
     segment->base_ = map_shared(fd, header.geometry.total_bytes);
@@ -223,13 +293,10 @@ void Registry::detach(Segment* segment, FileId id) {
 
 std::shared_ptr<Segment> Segment::create_memfd(const CreateParameters& parameters) {
   check_parameters(parameters);
-  Geometry geometry =
-      Geometry::make(parameters.capacity_bytes, parameters.slab_bytes, parameters.min_object_bytes);
   Descriptor file(memfd_create("umbp-pool", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (file.fd < 0) throw SegmentError("no memory file for the pool: " + reason());
   fchmod(file.fd, 0600);
-  MemoryFacts memory = reserve_memory(file.fd, geometry, parameters);
-  write_header(file.fd, geometry, parameters, geteuid());
+  MemoryFacts memory = furnish(file.fd, parameters);
   fcntl(file.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
   struct stat info = stat_of(file.fd);
   alignas(Header) std::byte bytes[sizeof(Header)];
@@ -242,10 +309,23 @@ std::shared_ptr<Segment> Segment::create_memfd(const CreateParameters& parameter
   return segment;
 }
 
+static void share_with_group(int fd, const std::string& path, u32 gid) {
+  const bool is_shared = gid != kNoGroup;
+  if (is_shared && fchown(fd, uid_t(-1), gid) != 0)
+    throw SegmentError("the pool at " + path + " can't be given to group " + std::to_string(gid) + ": " +
+                       reason() + "; its creator must be a member of the group, or root");
+  if (fchmod(fd, is_shared ? 0660 : 0600) != 0)
+    throw SegmentError("the pool at " + path + " can't get its mode: " + reason());
+}
+
+static void refuse_taken(const std::string& path, bool is_ours) {
+  struct stat info;
+  if (!is_ours && lstat(path.c_str(), &info) == 0)
+    throw SegmentError("no pool can be made at " + path + ": a file of that name exists");
+}
+
 std::shared_ptr<Segment> Segment::create_file(const std::string& path, const CreateParameters& parameters) {
   check_parameters(parameters);
-  Geometry geometry =
-      Geometry::make(parameters.capacity_bytes, parameters.slab_bytes, parameters.min_object_bytes);
   std::string folder = path.find('/') == std::string::npos ? "." : path.substr(0, path.rfind('/') + 1);
   // Nameless until it is whole: a creator that dies leaves nothing behind, and of two creators one gets the
   // name.
@@ -257,8 +337,9 @@ std::shared_ptr<Segment> Segment::create_file(const std::string& path, const Cre
   std::unique_lock<std::mutex> guard(registry.mutex, std::defer_lock);
   MemoryFacts memory;
   try {
-    memory = reserve_memory(file.fd, geometry, parameters);
-    write_header(file.fd, geometry, parameters, geteuid());
+    share_with_group(file.fd, path, parameters.group_gid);
+    refuse_taken(path, named);  // before minutes are spent on its memory
+    memory = furnish(file.fd, parameters);
     guard.lock();  // from here on other threads can find the file
     std::string self = "/proc/self/fd/" + std::to_string(file.fd);
     if (!named && linkat(AT_FDCWD, self.c_str(), AT_FDCWD, path.c_str(), AT_SYMLINK_FOLLOW) != 0)
@@ -271,9 +352,26 @@ std::shared_ptr<Segment> Segment::create_file(const std::string& path, const Cre
   alignas(Header) std::byte bytes[sizeof(Header)];
   if (pread(file.fd, bytes, sizeof bytes, 0) != ssize_t(sizeof bytes))
     throw SegmentError("the pool's header: " + reason());
-  auto segment = registry.adopt(file.give(), *reinterpret_cast<Header*>(bytes), id_of(info), path);
+  auto segment =
+      registry.adopt(file.give(), *reinterpret_cast<Header*>(bytes), id_of(info), path, path);
   segment->memory_ = std::move(memory);
   return segment;
+}
+
+// Whose pools are trusted: one's own, root's, and those made for a group that one belongs to. Everybody who
+// may write to a pool can spoil it for all, so nobody else may.
+static void check_owner(const struct stat& info, const Header& header,
+                        const std::function<void(const std::string&)>& refuse) {
+  const bool is_group_pool = header.group_gid != kNoGroup;
+  if (is_group_pool && info.st_gid != header.group_gid)
+    refuse("its header names another group than its file (group_gid)");
+  if (!is_group_pool && (info.st_mode & S_IWGRP))
+    refuse("its group may write to it, and it wasn't made for a group");
+  if (info.st_uid == geteuid() || info.st_uid == 0) return;
+  if (is_group_pool && is_member(info.st_gid)) return;
+  refuse("it belongs to user " + std::to_string(info.st_uid) +
+         (is_group_pool ? " and to group " + std::to_string(info.st_gid) + ", whose member you aren't"
+                        : "; only your own pools, root's and those made for a group of yours are trusted"));
 }
 
 std::shared_ptr<Segment> Segment::attach(const std::string& path) {
@@ -291,12 +389,12 @@ std::shared_ptr<Segment> Segment::attach(const std::string& path) {
     if (auto living = found->second.lock()) return living;
     registry.detached.wait(guard);  // its last user is just leaving
   }
-  if (info.st_uid != geteuid() && info.st_uid != 0)
-    refuse("it belongs to user " + std::to_string(info.st_uid) +
-           "; only pools of your own or of root are trusted");
   if (info.st_mode & S_IWOTH) refuse("everybody may write to it");
   Descriptor file(open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK));
-  if (file.fd < 0) refuse(reason());
+  if (file.fd < 0)
+    refuse(errno == EACCES ? "it belongs to user " + std::to_string(info.st_uid) +
+                                 ", who hasn't made it for a group of yours"
+                           : reason());
   struct stat opened = stat_of(file.fd);
   if (registry.segments.count(id_of(opened)) && id_of(opened) != id_of(info))
     file.give();  // closing would drop locks
@@ -305,8 +403,54 @@ std::shared_ptr<Segment> Segment::attach(const std::string& path) {
   ssize_t got = pread(file.fd, bytes, sizeof bytes, 0);
   if (got != ssize_t(sizeof bytes)) refuse("it isn't a UMBP pool (shorter than a header)");
   const Header& header = *reinterpret_cast<Header*>(bytes);
+  if (header.magic == kMagic && header.version == kFormatVersion) check_owner(opened, header, refuse);
   check_header(header, u64(opened.st_size), opened.st_uid, path);
-  return registry.adopt(file.give(), header, id_of(opened), path);
+  const bool is_named = path.compare(0, 6, "/proc/") != 0;
+  return registry.adopt(file.give(), header, id_of(opened), path, is_named ? path : "");
+}
+
+// Unlinked first, told second: who dies in between leaves no file, and the attached find that out too.
+void Segment::destroy(const std::string& path, std::optional<FileId> expected) {
+  auto refuse = [&path](const std::string& why) -> void {
+    throw SegmentError(path + " can't be destroyed: " + why);
+  };
+  Registry& registry = Registry::get();
+  std::shared_ptr<Segment> attached;  // let go after the registry's mutex, which a detach takes
+  std::unique_lock<std::mutex> guard(registry.mutex);
+  struct stat info;
+  if (lstat(path.c_str(), &info) != 0) refuse(reason());
+  if (!S_ISREG(info.st_mode)) refuse("it isn't a file");
+  for (;;) {
+    auto found = registry.segments.find(id_of(info));
+    if (found == registry.segments.end() || (attached = found->second.lock())) break;
+    registry.detached.wait(guard);
+  }
+  Descriptor own(attached ? -1 : open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK | O_NOFOLLOW));
+  const int fd = attached ? attached->fd() : own.fd;
+  if (fd < 0) refuse(reason() + " (it belongs to user " + std::to_string(info.st_uid) + ")");
+  if (expected && id_of(info) != *expected) refuse("another file has taken its place");
+  u64 magic = 0;
+  if (pread(fd, &magic, sizeof magic, 0) != ssize_t(sizeof magic) || magic != kMagic)
+    refuse("it isn't a UMBP pool");
+  // Two who destroy the same pool take turns, lest the second unlink a new pool of that name. A stopped one
+  // isn't waited for for long.
+  for (int tries = 0; flock(fd, LOCK_EX | LOCK_NB) != 0 && tries < 1000; tries++) usleep(1000);
+  auto told = [&] {
+    const u32 state = u32(SegmentState::destroyed);
+    return pwrite(fd, &state, sizeof state, i64(offsetof(Header, state))) == ssize_t(sizeof state);
+  };
+  struct stat now;
+  crash_point();
+  if (lstat(path.c_str(), &now) == 0 && id_of(now) == id_of(info) && unlink(path.c_str()) != 0) {
+    const std::string why = reason();
+    flock(fd, LOCK_UN);
+    refuse(why + "; only its owner (user " + std::to_string(info.st_uid) + ") or root can");
+  }
+  crash_point();
+  const bool is_told = told();
+  crash_point();
+  flock(fd, LOCK_UN);
+  if (!is_told) throw SegmentError(path + " is gone, but its users can't be told: " + reason());
 }
 
 }  // namespace umbp

@@ -6,6 +6,8 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "pool/format.hpp"
@@ -14,8 +16,10 @@
 namespace umbp {
 
 struct CreateParameters {
-  u64 capacity_bytes = 0, slab_bytes = 0, min_object_bytes = 0;
+  u64 capacity_bytes = 0, max_bytes = 0;  // a pool that can't grow has no more than its capacity
+  u64 slab_bytes = 0, min_object_bytes = 0;
   u32 high_ppm = 1000000, low_ppm = 950000;
+  u32 group_gid = kNoGroup;  // of a file pool: whose members may attach
   // Called before each portion of the arena is taken, with the bytes that are still to be taken; throws to
   // refuse. Others may be taking memory at the same time: what was free at the start need not be free any
   // more.
@@ -23,11 +27,16 @@ struct CreateParameters {
   MemoryPolicy memory = {};
 };
 
+using FileId = std::pair<u64, u64>;  // device, inode
+
 class Segment {
  public:
   static std::shared_ptr<Segment> create_memfd(const CreateParameters& parameters);
   static std::shared_ptr<Segment> create_file(const std::string& path, const CreateParameters& parameters);
   static std::shared_ptr<Segment> attach(const std::string& path);
+  // Unlinks the pool's file and tells everybody who is attached; attaches nothing itself, so it works on a
+  // pool that is damaged or whose lock is held. What lies at the path must be the pool `expected`, if given.
+  static void destroy(const std::string& path, std::optional<FileId> expected = {});
 
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
@@ -41,6 +50,14 @@ class Segment {
   u32 process_generation() const { return process_generation_; }
   const std::string& name() const { return name_; }
   const MemoryFacts& memory() const { return memory_; }  // of what this process took for it
+  // Where a file pool was found; empty for a memfd.
+  const std::string& path() const { return path_; }
+  FileId id() const { return id_; }
+  bool is_destroyed() const {
+    return header().state.load(std::memory_order_relaxed) == u32(SegmentState::destroyed);
+  }
+  // Whether the path no longer leads to this pool. Asks the file system at most once in `interval_ns`.
+  bool is_replaced(u64 interval_ns) const;
   std::byte* base() const { return base_; }
 
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
@@ -62,8 +79,13 @@ class Segment {
   std::atomic<u16>& my_pin(u32 slot) const { return pin(process_slot_, slot); }
   u64 pinned_slots() const;  // on how many this process has pins or reservations
   u32 slab_of(u32 slot) const { return u32(slot / geometry_.slots_per_slab); }
-  // The slot size of a slab as found in the segment, checked; 0 if free.
+  // The slot size of a slab as found in the segment, checked; 0 if it belongs to no class.
   u64 slab_slot_bytes(u32 slab_index) const;
+  bool has_memory(u32 slab_index) const {
+    u64 bytes = slab(slab_index).slot_bytes.load(std::memory_order_relaxed);
+    return bytes != kSlabAbsent && bytes != kSlabMoving;
+  }
+  u64 capacity_bytes() const { return header().present_slabs * geometry_.slab_bytes; }
   // Where a slot's payload begins; throws SegmentError where slot and slab don't agree.
   std::byte* payload(u32 slot) const;
   Trailer& trailer(u32 slot) const;
@@ -84,6 +106,7 @@ class Segment {
   std::vector<u64> deferred_releases, deferred_abandons;
 
   bool back_range(u64 offset, u64 bytes) const;  // reserves memory for a sparse range; false if there is none
+  bool unback_range(u64 offset, u64 bytes) const;  // gives it back
 
  private:
   friend struct Registry;
@@ -108,7 +131,10 @@ class Segment {
   u32 process_slot_ = kProcessLimit, process_generation_ = 0;
   u64 fork_epoch_ = 0;
   bool is_joined_ = false;
-  std::string name_;
+  std::string name_, path_;
+  FileId id_{0, 0};
+  mutable std::atomic<u64> looked_at_ns_{0};
+  mutable std::atomic<bool> was_replaced_{false};
   MemoryFacts memory_;
 };
 

@@ -107,15 +107,17 @@ void Space::give(u32 slot) {
   u32 slab_index = s_.slab_of(slot);
   Slab& slab = s_.slab(slab_index);
   Class& c = s_.klass(slab.klass);
-  if (slab.used == slots_in(slab_index)) push_partial(slab_index);
+  if (slab.used == slots_in(slab_index) && !slab.closed) push_partial(slab_index);
   s_.record(slot).next_free = slab.free_head;
   slab.free_head = slot;
   slab.used--;
-  c.free_slots++;
+  if (!slab.closed) c.free_slots++;
   s_.header().used_bytes -= c.slot_bytes;
   if (slab.used) return;
-  drop_partial(slab_index);
-  c.free_slots -= slots_in(slab_index);
+  if (!slab.closed) {
+    drop_partial(slab_index);
+    c.free_slots -= slots_in(slab_index);
+  }
   c.slabs--;
   crash_point();
   free_slab(slab_index);
@@ -126,18 +128,65 @@ void Space::free_slab(u32 slab_index) {
   slab.slot_bytes.store(0, std::memory_order_release);
   crash_point();
   slab.klass = kNil;
-  slab.used = slab.pinned = slab.fresh = 0;
+  slab.used = slab.pinned = slab.fresh = slab.closed = 0;
   slab.free_head = slab.prev = kNil;
   slab.next = s_.header().free_slab_head;
   s_.header().free_slab_head = slab_index;
   s_.header().free_slabs++;
 }
 
+void Space::close_slab(u32 slab_index) {
+  Slab& slab = s_.slab(slab_index);
+  const u32 slots = slots_in(slab_index);
+  if (slab.used < slots) drop_partial(slab_index);
+  s_.klass(slab.klass).free_slots -= slots - slab.used;
+  slab.closed = 1;
+}
+
+void Space::reopen_slab(u32 slab_index) {
+  Slab& slab = s_.slab(slab_index);
+  const u32 slots = slots_in(slab_index);
+  slab.closed = 0;
+  s_.klass(slab.klass).free_slots += slots - slab.used;
+  if (slab.used < slots) push_partial(slab_index);
+}
+
+u32 Space::take_out() {
+  Header& h = s_.header();
+  const u32 slab_index = h.free_slab_head;
+  if (slab_index == kNil) return kNil;
+  Slab& slab = s_.slab(slab_index);
+  slab.slot_bytes.store(kSlabMoving, std::memory_order_release);
+  crash_point();
+  h.free_slab_head = slab.next;
+  h.free_slabs--;
+  h.present_slabs--;
+  slab.next = kNil;
+  return slab_index;
+}
+
+void Space::leave_out(u32 slab_index) {
+  s_.slab(slab_index).slot_bytes.store(kSlabAbsent, std::memory_order_release);
+  crash_point();
+}
+
+void Space::bring_in(u32 slab_index) {
+  s_.header().present_slabs++;
+  free_slab(slab_index);
+}
+
+void Space::adopt_absent(u32 slab_index) {
+  Slab& slab = s_.slab(slab_index);
+  slab.klass = slab.free_head = slab.prev = slab.next = kNil;
+  slab.used = slab.pinned = slab.fresh = slab.closed = 0;
+  slab.touched = 0;
+}
+
 void Space::reset() {
   Header& h = s_.header();
   h.class_count = 0;
   h.free_slab_head = kNil;
-  h.free_slabs = h.used_bytes = h.objects = 0;
+  h.free_slabs = h.present_slabs = h.used_bytes = h.objects = 0;
 }
 
 void Space::adopt_slab(u32 slab_index) {
@@ -147,7 +196,7 @@ void Space::adopt_slab(u32 slab_index) {
   Class& c = s_.klass(klass);
   u32 slots = slots_in(slab_index);
   slab.klass = klass;
-  slab.used = slab.pinned = 0;
+  slab.used = slab.pinned = slab.closed = 0;
   slab.fresh = slots;
   slab.free_head = slab.prev = slab.next = kNil;
   slab.touched = 0;

@@ -26,6 +26,17 @@ class Space {
   u32 first_slot(u32 slab_index) const { return u32(slab_index * s_.geometry().slots_per_slab); }
   u32 slots_in(u32 slab_index) const;
 
+  // Resizing. A closed slab hands out nothing more; emptied, it is free like any other.
+  void close_slab(u32 slab_index);
+  void reopen_slab(u32 slab_index);
+  // Takes any free slab out of use, for its memory to be given back; kNil if none is free.
+  u32 take_out();
+  // Marks a slab that is being moved absent, or free with memory.
+  void leave_out(u32 slab_index);
+  void bring_in(u32 slab_index);
+  // Rebuild: a slab without memory.
+  void adopt_absent(u32 slab_index);
+
  private:
   bool join(u32 slab_index, u32 klass);
   void push_partial(u32 slab_index);

@@ -127,6 +127,7 @@ def test_a_pool_that_stops_fitting_while_it_is_made_is_given_up(monkeypatch: pyt
         return [MemoryLimit("the test", 2 << 30 if len(asked) < 3 else 100 << 20)]
 
     monkeypatch.setattr("umbp.pool.pool.memory_limits", shrinking)
+    monkeypatch.setattr("umbp.pool.allocation.memory_limits", shrinking)
     descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(CapacityError, match=r"the rest of a pool of .* the test leaves"):
         Pool.create_memfd(512 << 20, slab_bytes=1 << 20, min_object_bytes=4096)

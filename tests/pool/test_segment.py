@@ -351,7 +351,7 @@ def test_metadata_takes_at_most_two_percent_at_256_kib_objects() -> None:
     object_bytes = 256 << 10
     slot = _native.slot_bytes(object_bytes)
     capacity = 4096 * slot
-    wanted = _native.reserved_bytes(capacity, 64 * slot, object_bytes, 8)
+    wanted = _native.reserved_bytes(capacity, capacity, 64 * slot, object_bytes, 8)
     assert wanted <= 1.02 * capacity
 
 

@@ -101,7 +101,7 @@ class MemoryReport:
 def report_of(native: _native.Pool, policy: MemoryPolicy, node: int | None) -> MemoryReport:
     """On a pool that this process has just made."""
     facts: dict[str, Any] = native.memory
-    address, size = native.arena
+    address, size = native.arena[0], native.capacity_bytes
     share = None
     if node is not None and not facts["node_reason"]:
         share = node_share(address, size, node)

@@ -6,7 +6,8 @@ their descendants in the eviction order.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -14,9 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from umbp import _native
+from umbp.errors import ConfigError, SegmentError
+from umbp.pool.allocation import refuse_unless_it_fits, while_it_fits
 from umbp.pool.handle import PoolHandle, boot_id
 from umbp.pool.limits import memory_limits, refuse_over_limit
 from umbp.pool.memory import MemoryPolicy, MemoryReport, Progress, own_node, prefault, report_of
+from umbp.pool.sharing import NO_QUOTA, NamespaceUse, group_id
 
 Tickets = npt.NDArray[np.uint64]
 Outcomes = npt.NDArray[np.uint8]
@@ -62,11 +66,7 @@ class Pool:
         have; `processes` is how many are expected to attach (a few bytes of pin counts for each and every
         slot); `progress` hears how much memory has been taken, and may raise to give up.
         """
-        limits = memory_limits()
-        refuse_over_limit(capacity_bytes, limits)
-        refuse_over_limit(
-            _native.reserved_bytes(capacity_bytes, slab_bytes, min_object_bytes, processes), limits
-        )
+        refuse_unless_it_fits(capacity_bytes, capacity_bytes, slab_bytes, min_object_bytes, processes)
         node = own_node() if memory.numa_node < 0 else memory.numa_node
         native = _native.Pool.create_memfd(
             capacity_bytes,
@@ -75,7 +75,7 @@ class Pool:
             high_watermark,
             low_watermark,
             lock_patience_s,
-            _while_it_fits(capacity_bytes, progress),
+            while_it_fits(capacity_bytes, progress),
             memory.native(capacity_bytes, node),
         )
         return cls(native, report_of(native, memory, node))
@@ -88,6 +88,8 @@ class Pool:
         *,
         slab_bytes: int,
         min_object_bytes: int,
+        max_bytes: int | None = None,
+        group: str | int | None = None,
         high_watermark: float = 1.0,
         low_watermark: float = 0.95,
         lock_patience_s: float = LOCK_PATIENCE_S,
@@ -95,23 +97,27 @@ class Pool:
         memory: MemoryPolicy = DEFAULT_MEMORY,
         progress: Progress | None = None,
     ) -> Self:
-        """A pool in a file, which stays until it is deleted. Of several creators one wins, the others get
-        SegmentError."""
-        limits = memory_limits(path=path)
-        refuse_over_limit(capacity_bytes, limits)
-        refuse_over_limit(
-            _native.reserved_bytes(capacity_bytes, slab_bytes, min_object_bytes, processes), limits
-        )
+        """A pool in a file, which stays until it is destroyed. Of several creators one wins, the others get
+        SegmentError; whoever fails leaves nothing behind.
+
+        `max_bytes` is what `resize` may let it grow to later (default: its capacity). Mode 0600, or 0660 for
+        the members of `group`, by name or number. All else as for `create_memfd`.
+        """
+        max_bytes = capacity_bytes if max_bytes is None else max_bytes
+        gid = None if group is None else group_id(group)
+        refuse_unless_it_fits(capacity_bytes, max_bytes, slab_bytes, min_object_bytes, processes, path)
         node = own_node() if memory.numa_node < 0 else memory.numa_node
         native = _native.Pool.create_file(
-            os.fspath(path),
+            os.path.abspath(path),
             capacity_bytes,
+            max_bytes,
             slab_bytes,
             min_object_bytes,
             high_watermark,
             low_watermark,
+            gid,
             lock_patience_s,
-            _while_it_fits(capacity_bytes, progress, path),
+            while_it_fits(capacity_bytes, progress, path),
             memory.native(capacity_bytes, node),
         )
         return cls(native, report_of(native, memory, node))
@@ -126,7 +132,7 @@ class Pool:
             place.check_host()
             place.check_visible()
             place = place.path
-        return cls(_native.Pool.attach(os.fspath(place), lock_patience_s))
+        return cls(_native.Pool.attach(os.path.abspath(place), lock_patience_s))
 
     @property
     def handle(self) -> PoolHandle:
@@ -162,19 +168,96 @@ class Pool:
 
     @property
     def capacity_bytes(self) -> int:
+        """Of payloads, their trailers and the room between them; changes with `resize`."""
         return self.native.capacity_bytes
 
     @property
+    def max_bytes(self) -> int:
+        """What the pool may grow to; address space is mapped for it, memory is not."""
+        return self.native.max_bytes
+
+    @property
     def arena(self) -> tuple[int, int]:
-        """Address and length, in this process, of the memory that all payloads lie in."""
+        """Address and length, in this process, of the memory that all payloads lie in: `max_bytes` of it,
+        parts of which have no memory where the pool is smaller (touching those takes memory that nobody
+        counts; see `arena_ranges`)."""
         return self.native.arena
 
+    def arena_ranges(self) -> list[tuple[int, int]]:
+        """Offset and length of each stretch of the arena that has memory; they change with `resize`."""
+        return self.native.arena_ranges()
+
+    @contextmanager
+    def size_held(self) -> Iterator[None]:
+        """Nobody resizes the pool meanwhile: for whoever registers its memory with a device, for as long as
+        it is registered. SegmentError while it is being resized. A dead holder holds nothing."""
+        self.native.hold_size()
+        try:
+            yield
+        finally:
+            self.native.release_size()
+
     def prefault(self, progress: Progress | None = None) -> str:
-        """Map all of the arena's pages in this process; empty, or why the kernel can't (before Linux 5.14).
-        Their memory is taken when the pool is made in any case: this saves the page faults of the first use.
+        """Map all of the arena's pages in this process; empty, or why it can't be done (before Linux 5.14,
+        or while the pool is being resized). Their memory is taken when the pool is made in any case: this
+        saves the page faults of the first use.
         """
-        address, size = self.arena
-        return prefault(address, size, progress)
+        try:
+            with self.size_held():
+                reasons = (prefault(self.arena[0] + at, size, progress) for at, size in self.arena_ranges())
+                return next(filter(None, reasons), "")
+        except SegmentError as error:
+            return str(error)
+
+    # The life of a pool in a file
+
+    @property
+    def path(self) -> str | None:
+        """The pool's file; None for a nameless pool."""
+        return self.native.path or None
+
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether somebody has destroyed it. From then on every verb misses or refuses, what this process
+        holds can still be read and given back, and the memory goes when the last process leaves."""
+        return self.native.is_destroyed
+
+    def is_replaced(self, interval_s: float = 1.0) -> bool:
+        """Destroyed, or its path leads to another file or to none by now: attach anew. Asks the file system
+        once in `interval_s` at most, so it may be asked for at every step."""
+        return self.native.is_replaced(interval_s)
+
+    def destroy(self) -> None:
+        """Deletes the pool's file and tells all who are attached. SegmentError where this user may not."""
+        self.native.destroy()
+
+    def resize(
+        self,
+        capacity_bytes: int,
+        *,
+        memory: MemoryPolicy = DEFAULT_MEMORY,
+        progress: Progress | None = None,
+    ) -> int:
+        """Grows or shrinks the pool while it is used; its capacity then, in whole slabs up to `max_bytes`.
+
+        Growing checks and takes memory like `create`. Shrinking evicts the coldest slabs that nobody uses and
+        gives their memory back. SegmentError where too much is in use, where another process is resizing it,
+        or has registered its memory with a device; CapacityError where there is no memory. A resize that is
+        broken off leaves a sound pool of some size between.
+        """
+        start_bytes = self.capacity_bytes
+
+        def before_portion(left_bytes: int) -> None:
+            refuse_over_limit(left_bytes, memory_limits(path=self.path), "what the pool is to grow by")
+
+        def reached(now_bytes: int) -> None:
+            if progress is not None:
+                progress(abs(now_bytes - start_bytes), abs(capacity_bytes - start_bytes))
+
+        node = own_node() if memory.numa_node < 0 else memory.numa_node
+        policy = memory.native(capacity_bytes, node)
+        self.native.resize(capacity_bytes, before_portion, reached, policy)
+        return self.capacity_bytes
 
     # Looking, without the lock
 
@@ -212,6 +295,23 @@ class Pool:
     def namespace(self, name: str) -> int:
         """The number of a namespace in this pool, made if new."""
         return self.native.namespace(name)
+
+    def namespaces(self) -> list[NamespaceUse]:
+        """Every namespace that was ever opened in this pool."""
+        return [
+            NamespaceUse(name, number, epoch, used, None if quota == NO_QUOTA else quota, objects)
+            for name, number, epoch, used, quota, objects in self.native.namespaces()
+        ]
+
+    def set_quota(self, ns: int, quota_bytes: int | None) -> bool:
+        """Bounds what a namespace's slots may take (None: no bound); kept with the pool.
+
+        At its bound a namespace evicts its own objects, never another's, and is refused where it can't. What
+        is above a new bound is evicted at once, as far as nobody holds it. False: "not now".
+        """
+        if quota_bytes is not None and not 0 <= quota_bytes < NO_QUOTA:
+            raise ConfigError(f"a quota must be a number of bytes, or None, not {quota_bytes}")
+        return self.native.set_quota(ns, NO_QUOTA if quota_bytes is None else quota_bytes)
 
     def reserve(
         self,
@@ -285,6 +385,10 @@ class Pool:
         """Removes the whole namespace for everybody; what is reserved now can't be published afterwards."""
         return self.native.clear(ns)
 
+    def clear_all(self) -> bool:
+        """`clear` for every namespace."""
+        return self.native.clear_all()
+
     # Upkeep
 
     def stats(self) -> dict[str, int]:
@@ -299,20 +403,6 @@ class Pool:
         return self.native.reap()
 
 
-def _while_it_fits(
-    capacity_bytes: int, progress: Progress | None, path: str | os.PathLike[str] | None = None
-) -> Callable[[int], None]:
-    """Asked by the native core before each portion that it takes. The ranks of an engine start at the same
-    time: each by itself would fit, all of them need not.
-    """
-
-    def check(left_bytes: int) -> None:
-        what = "a pool" if left_bytes == capacity_bytes else "the rest of a pool"
-        refuse_over_limit(left_bytes, memory_limits(path=path), what)
-        if progress is not None:
-            progress(capacity_bytes - left_bytes, capacity_bytes)
-
-    return check
 
 
 def _tickets(tickets: npt.ArrayLike) -> Tickets:
