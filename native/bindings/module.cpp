@@ -302,9 +302,9 @@ NB_MODULE(_native, m) {
           [parameters](u64 capacity, u64 slab, u64 smallest, double high, double low, double patience_s,
                        nb::callable may_take, const MemoryPolicy& memory) {
             nb::gil_scoped_release release;
-            return new Pool(
-                Segment::create_memfd(parameters(capacity, capacity, slab, smallest, high, low, may_take, memory)),
-                u64(patience_s * 1e9));
+            return new Pool(Segment::create_memfd(
+                                parameters(capacity, capacity, slab, smallest, high, low, may_take, memory)),
+                            u64(patience_s * 1e9));
           },
           "capacity_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "high"_a, "low"_a, "lock_patience_s"_a,
           "may_take"_a, "memory"_a)

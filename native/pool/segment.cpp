@@ -155,8 +155,8 @@ static MemoryFacts reserve_memory(int fd, const Geometry& geometry, u64 capacity
     taker.take(geometry.arena_at, capacity_bytes, parameters.may_take);
     return taker.facts();
   } catch (const std::system_error& error) {
-    throw CapacityError("reserving " + std::to_string(capacity_bytes) +
-                        " bytes for the pool failed (" + std::strerror(error.code().value()) +
+    throw CapacityError("reserving " + std::to_string(capacity_bytes) + " bytes for the pool failed (" +
+                        std::strerror(error.code().value()) +
                         "); nothing is kept: choose a smaller capacity_bytes");
   }
 }
@@ -352,8 +352,7 @@ std::shared_ptr<Segment> Segment::create_file(const std::string& path, const Cre
   alignas(Header) std::byte bytes[sizeof(Header)];
   if (pread(file.fd, bytes, sizeof bytes, 0) != ssize_t(sizeof bytes))
     throw SegmentError("the pool's header: " + reason());
-  auto segment =
-      registry.adopt(file.give(), *reinterpret_cast<Header*>(bytes), id_of(info), path, path);
+  auto segment = registry.adopt(file.give(), *reinterpret_cast<Header*>(bytes), id_of(info), path, path);
   segment->memory_ = std::move(memory);
   return segment;
 }

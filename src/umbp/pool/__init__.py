@@ -5,5 +5,16 @@ from umbp.pool.handle import PoolHandle
 from umbp.pool.memory import MemoryPolicy, MemoryReport
 from umbp.pool.outcomes import CopyStatus, Outcome
 from umbp.pool.pool import Pool
+from umbp.pool.sharing import NamespaceUse, pool_path
 
-__all__ = ["CopyStatus", "MemoryPolicy", "MemoryReport", "Outcome", "Pool", "PoolHandle", "slot_bytes"]
+__all__ = [
+    "CopyStatus",
+    "MemoryPolicy",
+    "MemoryReport",
+    "NamespaceUse",
+    "Outcome",
+    "Pool",
+    "PoolHandle",
+    "pool_path",
+    "slot_bytes",
+]

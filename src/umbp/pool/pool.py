@@ -403,8 +403,6 @@ class Pool:
         return self.native.reap()
 
 
-
-
 def _tickets(tickets: npt.ArrayLike) -> Tickets:
     return np.ascontiguousarray(tickets, dtype=np.uint64)
 

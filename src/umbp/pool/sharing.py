@@ -1,11 +1,13 @@
-"""Who shares a pool: namespaces with their use and quota, and the group that may attach."""
+"""Who shares a pool: its name, namespaces with their use and quota, and the group that may attach."""
 
 import grp
+import os
 from dataclasses import dataclass
 
 from umbp.errors import ConfigError
 
 NO_QUOTA = 2**64 - 1
+FILE_PREFIX = "umbp-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +35,8 @@ def group_id(group: str | int) -> int:
         return grp.getgrnam(str(group)).gr_gid
     except (KeyError, ValueError):
         raise ConfigError(f"there is no group {str(group)!r} on this host; give its name or number") from None
+
+
+def pool_path(folder: str | os.PathLike[str], name: str) -> str:
+    """Where the pool of that name lies in a folder. The prefix keeps it apart from what else is in there."""
+    return os.path.join(folder, FILE_PREFIX + name)
