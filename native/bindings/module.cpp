@@ -472,19 +472,28 @@ NB_MODULE(_native, m) {
           "__init__",
           [](Runs* self, Column<u64> base, Column<i64> stride, Column<u64> bytes, Column<u64> offset,
              i64 block_count, u64 object_bytes) {
-            Runs runs{vector_of(base),   vector_of(stride), vector_of(bytes),
-                      vector_of(offset), block_count,       object_bytes};
-            runs.check();
-            new (self) Runs(std::move(runs));
+            new (self) Runs({vector_of(base), vector_of(stride), vector_of(bytes), vector_of(offset)},
+                            block_count, object_bytes);
           },
           "base_address"_a, "block_stride"_a, "run_bytes"_a, "object_offset"_a, "block_count"_a,
           "object_bytes"_a)
       .def_ro("object_bytes", &Runs::object_bytes)
       .def_ro("block_count", &Runs::block_count);
 
+  m.def("copy_kernels", [] {
+    nb::list names;
+    for (const Kernel* kernel : kernels()) names.append(kernel->name);
+    return names;
+  });
   nb::class_<CopyEngine>(m, "CopyEngine")
-      .def(nb::init<u32>(), "threads"_a)
+      .def(
+          "__init__",
+          [](CopyEngine* self, u32 threads, Column<u32> cores) {
+            new (self) CopyEngine(threads, vector_of(cores));
+          },
+          "threads"_a, "cores"_a)
       .def_prop_ro("threads", &CopyEngine::threads)
+      .def_prop_ro("kernel", [](const CopyEngine& e) { return e.kernel().name; })
       .def("close", &CopyEngine::close, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "store",

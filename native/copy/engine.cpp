@@ -1,164 +1,155 @@
 #include "copy/engine.hpp"
 
 #include <algorithm>
-#include <atomic>
-#include <condition_variable>
-#include <deque>
-#include <functional>
-#include <mutex>
-#include <thread>
+#include <cstdlib>
 
 #include "copy/gate.hpp"
-#include "copy/move.hpp"
 
 namespace umbp {
 
-// A share of the objects is handed to a thread at a time; small objects in larger shares.
+// A thread takes this many bytes at a time, of small objects several.
 static constexpr u64 kShareBytes = 1u << 20;
+// Few and large objects are split between threads, in parts of at least this.
+static constexpr u64 kPartBytes = 128u << 10;
 // What an object counts where it is only looked at.
 static constexpr u64 kNoBytes = 1u << 10;
+// Streaming pays for calls that move more than a core's cache holds, and for pieces of several lines.
+static constexpr u64 kStreamFromBytes = 1u << 20;
+static constexpr u64 kStreamPieceBytes = 256;
 
-void Runs::check() const {
-  if (block_stride.size() != base.size() || run_bytes.size() != base.size() ||
-      object_offset.size() != base.size())
-    throw ConfigError("the columns of a layout's runs have unequal lengths");
-  if (base.empty() || block_count <= 0 || object_bytes == 0)
-    throw ConfigError("a layout needs runs, blocks and bytes");
-  for (std::size_t i = 0; i < base.size(); i++)
-    if (base[i] == 0 || run_bytes[i] == 0 || run_bytes[i] > object_bytes ||
-        object_offset[i] > object_bytes - run_bytes[i])
-      throw ConfigError("run " + std::to_string(i) + " of a layout lies outside its object");
+static const char* forced_kernel() {
+  return std::getenv("UMBP_COPY_KERNEL");
 }
 
-namespace {
+CopyEngine::CopyEngine(u32 threads, std::vector<u32> cores)
+    : team_(threads, std::move(cores)),
+      kernel_(forced_kernel() ? kernel_named(forced_kernel()) : *kernels().front()),
+      is_kernel_forced_(forced_kernel() != nullptr) {}
 
-struct Job {
-  std::size_t count, share;
-  std::function<void(std::size_t)> one;  // has set a refusing status if it throws
-  std::atomic<std::size_t> next{0};
-  std::size_t users = 0;  // threads at work on it; under the engine's mutex
-
-  void run() {
-    for (;;) {
-      std::size_t from = next.fetch_add(share, std::memory_order_relaxed);
-      if (from >= count) return;
-      for (std::size_t i = from; i < std::min(from + share, count); i++) {
-        try {
-          one(i);
-        } catch (const SegmentError&) {
-          // A damaged slot or slab: this object's status says that it wasn't copied.
-        }
-      }
-    }
-  }
-};
-
-}  // namespace
-
-// Apart from the engine, because a forked child must leave it alone: its threads aren't there, and destroying
-// a condition that they waited for would wait for them for ever.
-struct CopyEngine::State {
-  std::mutex mutex;
-  std::condition_variable wanted, finished;
-  std::deque<Job*> jobs;
-  std::vector<std::thread> workers;
-  u32 threads = 1;
-  bool is_closing = false;
-
-  void work() {
-    std::unique_lock<std::mutex> guard(mutex);
-    for (;;) {
-      wanted.wait(guard, [this] { return is_closing || !jobs.empty(); });
-      if (jobs.empty()) return;
-      Job* job = jobs.front();
-      if (job->next.load(std::memory_order_relaxed) >= job->count) {
-        jobs.pop_front();
-        continue;
-      }
-      job->users++;
-      guard.unlock();
-      job->run();
-      guard.lock();
-      if (--job->users == 0) finished.notify_all();
-    }
-  }
-};
-
-CopyEngine::CopyEngine(u32 threads) : fork_epoch_(fork_epoch()) {
-  if (threads == 0 || threads > 256) throw ConfigError("a copy engine has between 1 and 256 threads");
-  state_ = std::make_unique<State>();
-  state_->threads = threads;
-  for (u32 i = 1; i < threads; i++) state_->workers.emplace_back([state = state_.get()] { state->work(); });
-}
-
-CopyEngine::~CopyEngine() {
-  if (fork_epoch_ == fork_epoch())
-    close();
-  else
-    (void)state_.release();
-}
-
-u32 CopyEngine::threads() const {
-  return state_->threads;
-}
-
-void CopyEngine::close() {
-  if (fork_epoch_ != fork_epoch()) return;
-  std::vector<std::thread> workers;
-  {
-    std::lock_guard<std::mutex> guard(state_->mutex);
-    state_->is_closing = true;
-    workers.swap(state_->workers);
-  }
-  state_->wanted.notify_all();
-  for (std::thread& worker : workers) worker.join();
+const Kernel& CopyEngine::kernel_for(const Runs& runs, std::size_t count) const {
+  const bool pays =
+      runs.moved_bytes() * count >= kStreamFromBytes && runs.mean_piece_bytes() >= kStreamPieceBytes;
+  return pays || is_kernel_forced_ ? kernel_ : portable_kernel();
 }
 
 template <class One>
 void CopyEngine::run(std::size_t count, std::size_t object_bytes, One&& one) {
-  if (fork_epoch_ != fork_epoch())
-    throw SegmentError("this copy engine was made before a fork; make another");
-  Job job{count, std::max<std::size_t>(1, kShareBytes / object_bytes), std::forward<One>(one)};
-  const bool is_shared = state_->threads > 1 && count > job.share;
-  {
-    std::lock_guard<std::mutex> guard(state_->mutex);
-    if (state_->is_closing) throw ConfigError("this copy engine has been closed");
-    if (is_shared) state_->jobs.push_back(&job);
+  team_.run(count, std::max<std::size_t>(1, kShareBytes / object_bytes), [&](auto begin, auto end) {
+    for (std::size_t i = begin; i < end; i++) {
+      try {
+        one(i);
+      } catch (const SegmentError&) {
+        // A damaged slot or slab: this object's status says that it wasn't copied.
+      }
+    }
+  });
+}
+
+// One call's objects on their way: which may be copied, and the copying of one or of a part of one.
+class CopyEngine::Batch {
+ public:
+  Batch(const Runs& runs, std::span<const i64> blocks, Segment& segment, std::span<const u64> tickets,
+        bool is_store, bool checksum, const Kernel& kernel, CopyStatus* statuses)
+      : runs_(runs),
+        blocks_(blocks),
+        tickets_(tickets),
+        gate_(runs, segment),
+        is_store_(is_store),
+        checksum_(checksum),
+        kernel_(kernel),
+        statuses_(statuses),
+        objects_(blocks.size()) {
+    std::fill_n(statuses, blocks.size(), CopyStatus::bad_ticket);
   }
-  if (is_shared) state_->wanted.notify_all();
-  job.run();
-  if (!is_shared) return;
-  std::unique_lock<std::mutex> guard(state_->mutex);
-  std::erase(state_->jobs, &job);
-  state_->finished.wait(guard, [&job] { return job.users == 0; });
+
+  std::size_t size() const { return blocks_.size(); }
+  u64 object_bytes() const { return runs_.moved_bytes(); }
+  // A checksum is computed of a whole object.
+  bool can_be_split() const { return !checksum_; }
+
+  void admit(std::size_t i) {
+    try {
+      statuses_[i] = is_store_ ? gate_.store(blocks_[i], tickets_[i], objects_[i])
+                               : gate_.load(blocks_[i], tickets_[i], checksum_, objects_[i]);
+    } catch (const SegmentError&) {
+      // A damaged slot or slab: the status says that it wasn't copied.
+    }
+  }
+
+  // Whole objects, each admitted before the one before it is copied, whose copy fetches its head.
+  void copy(std::size_t begin, std::size_t end) {
+    admit(begin);
+    for (std::size_t i = begin; i < end; i++) {
+      if (i + 1 < end) admit(i + 1);
+      copy_part(i, 0, runs_.moved_bytes(), i + 1 < end ? head(i + 1) : nullptr);
+      if (checksum_ && is_store_ && statuses_[i] == CopyStatus::ok) gate_.seal(tickets_[i]);
+    }
+    kernel_.drain();
+  }
+
+  void copy_part(std::size_t i, u64 begin, u64 end, const std::byte* after) {
+    if (statuses_[i] != CopyStatus::ok) return;
+    runs_.walk(blocks_[i], objects_[i], is_store_, begin, end, after,
+               [&](const Pieces& pieces, const std::byte* next) { kernel_.copy(pieces, next); });
+  }
+
+  void drain() const { kernel_.drain(); }
+
+  // After a load: had this process been taken for dead meanwhile, its slots may have got other objects.
+  void finish() {
+    if (is_store_ || gate_.is_still_ours()) return;
+    std::replace(statuses_, statuses_ + size(), CopyStatus::ok, CopyStatus::bad_ticket);
+  }
+
+ private:
+  const std::byte* head(std::size_t i) const {
+    if (statuses_[i] != CopyStatus::ok) return nullptr;
+    return is_store_ ? runs_.first(blocks_[i]) : objects_[i];
+  }
+
+  const Runs& runs_;
+  const std::span<const i64> blocks_;
+  const std::span<const u64> tickets_;
+  const Gate gate_;
+  const bool is_store_, checksum_;
+  const Kernel& kernel_;
+  CopyStatus* const statuses_;
+  std::vector<std::byte*> objects_;
+};
+
+void CopyEngine::move(Batch& batch) {
+  const u64 bytes = batch.object_bytes();
+  const u64 shares = 4 * team_.threads();
+  u64 parts = 1;
+  if (team_.threads() > 1 && batch.can_be_split() && batch.size() && batch.size() < shares)
+    parts = std::clamp<u64>(bytes / kPartBytes, 1, (shares + batch.size() - 1) / batch.size());
+  if (parts == 1) {
+    team_.run(batch.size(), std::max<u64>(1, kShareBytes / bytes),
+              [&](std::size_t begin, std::size_t end) { batch.copy(begin, end); });
+  } else {
+    for (std::size_t i = 0; i < batch.size(); i++) batch.admit(i);
+    const u64 part_bytes = round_up((bytes + parts - 1) / parts, kPageBytes);
+    team_.run(batch.size() * parts, 1, [&](std::size_t begin, std::size_t) {
+      const u64 from = begin % parts * part_bytes;
+      batch.copy_part(begin / parts, from, std::min(from + part_bytes, bytes), nullptr);
+      batch.drain();
+    });
+  }
+  batch.finish();
 }
 
 void CopyEngine::store(const Runs& runs, std::span<const i64> blocks, const Pool& pool,
                        std::span<const u64> tickets, bool checksum, CopyStatus* statuses) {
   auto segment = pool.segment();
-  const Gate gate(runs, *segment);
-  run(blocks.size(), runs.object_bytes, [&](std::size_t i) {
-    std::byte* object = nullptr;
-    statuses[i] = CopyStatus::bad_ticket;
-    statuses[i] = gate.store(blocks[i], tickets[i], object);
-    if (statuses[i] != CopyStatus::ok) return;
-    gather(runs, blocks[i], object);
-    if (checksum) gate.seal(tickets[i]);
-  });
+  Batch batch(runs, blocks, *segment, tickets, true, checksum, kernel_for(runs, blocks.size()), statuses);
+  move(batch);
 }
 
 void CopyEngine::load(const Runs& runs, std::span<const i64> blocks, const Pool& pool,
                       std::span<const u64> tickets, bool checksum, CopyStatus* statuses) {
   auto segment = pool.segment();
-  const Gate gate(runs, *segment);
-  run(blocks.size(), runs.object_bytes, [&](std::size_t i) {
-    std::byte* object = nullptr;
-    statuses[i] = CopyStatus::bad_ticket;
-    statuses[i] = gate.load(blocks[i], tickets[i], checksum, object);
-    if (statuses[i] != CopyStatus::ok) return;
-    scatter(runs, blocks[i], object);
-    if (!gate.is_still_ours()) statuses[i] = CopyStatus::bad_ticket;
-  });
+  Batch batch(runs, blocks, *segment, tickets, false, checksum, kernel_for(runs, blocks.size()), statuses);
+  move(batch);
 }
 
 void CopyEngine::open_stores(const Runs& runs, std::span<const i64> blocks, const Pool& pool,

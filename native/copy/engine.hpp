@@ -1,26 +1,14 @@
 // Moves objects between engine memory and pool slots: one call for a batch, objects split over a few threads.
 #pragma once
 
-#include <memory>
 #include <span>
 #include <vector>
 
+#include "copy/runs.hpp"
+#include "copy/team.hpp"
 #include "pool/pool.hpp"
 
 namespace umbp {
-
-// The contiguous runs of one block of a cache group, by column: run i of block b lies at
-// base[i] + b * block_stride[i] in engine memory and at object_offset[i] in the object.
-struct Runs {
-  std::vector<u64> base;
-  std::vector<i64> block_stride;
-  std::vector<u64> run_bytes, object_offset;
-  i64 block_count = 0;
-  u64 object_bytes = 0;
-
-  // Throws ConfigError where the columns don't fit each other or the object.
-  void check() const;
-};
 
 enum class CopyStatus : u8 {
   ok = 0,
@@ -33,10 +21,8 @@ enum class CopyStatus : u8 {
 
 class CopyEngine {
  public:
-  explicit CopyEngine(u32 threads);
-  ~CopyEngine();
-  CopyEngine(const CopyEngine&) = delete;
-  CopyEngine& operator=(const CopyEngine&) = delete;
+  // The environment variable UMBP_COPY_KERNEL names a kernel that is used for everything.
+  CopyEngine(u32 threads, std::vector<u32> cores);
 
   void store(const Runs& runs, std::span<const i64> blocks, const Pool& pool, std::span<const u64> tickets,
              bool checksum, CopyStatus* statuses);
@@ -52,16 +38,23 @@ class CopyEngine {
   void open_loads(const Runs& runs, std::span<const i64> blocks, const Pool& pool,
                   std::span<const u64> tickets, bool checksum, CopyStatus* statuses, u64* addresses);
 
-  u32 threads() const;
-  void close();
+  u32 threads() const { return team_.threads(); }
+  const std::vector<u32>& cores() const { return team_.cores(); }
+  // What streams where streaming pays.
+  const Kernel& kernel() const { return kernel_; }
+  void close() { team_.close(); }
 
  private:
-  struct State;
+  class Batch;
+
   template <class One>
   void run(std::size_t count, std::size_t object_bytes, One&& one);
+  void move(Batch& batch);
+  const Kernel& kernel_for(const Runs& runs, std::size_t count) const;
 
-  std::unique_ptr<State> state_;
-  const u64 fork_epoch_;
+  Team team_;
+  const Kernel& kernel_;
+  const bool is_kernel_forced_;
 };
 
 }  // namespace umbp

@@ -45,6 +45,8 @@ inline void pause_cpu() {
 
 inline void prefetch(const void* address) {
   __builtin_prefetch(address, 0, 3);
+  asm volatile(
+      "");  // else GCC takes a function that only prefetches for one without effect, and drops its calls
 }
 
 u64 monotonic_ns();

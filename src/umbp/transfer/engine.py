@@ -1,5 +1,6 @@
 """Copies between engine memory and pool slots, by the native engine's threads and without the GIL."""
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -19,8 +20,19 @@ class CopyEngine:
     call.
     """
 
-    def __init__(self, threads: int) -> None:
-        self._native = _native.CopyEngine(threads)
+    def __init__(self, threads: int, cores: Sequence[int] | None = None) -> None:
+        """`threads` counts the caller's own. The others run on `cores`, in turn where they are fewer; None:
+        wherever the calling thread may run.
+        """
+        self._native = _native.CopyEngine(threads, np.array(cores or (), dtype=np.uint32))
+
+    @property
+    def kernel(self) -> str:
+        """What copies large batches past the cache: "avx2", "avx512", "sse2", "neon", or "portable", memcpy.
+
+        UMBP_COPY_KERNEL in the environment names one, which is then used for batches of any size.
+        """
+        return self._native.kernel
 
     @property
     def threads(self) -> int:

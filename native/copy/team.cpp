@@ -1,0 +1,128 @@
+#include "copy/team.hpp"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include "pool/segment.hpp"
+
+namespace umbp {
+
+namespace {
+
+struct Job {
+  std::size_t count, share;
+  const Team::Share& work;
+  std::atomic<std::size_t> next{0};
+  std::size_t users = 0;  // helpers at work on it; under the team's mutex
+
+  void run() {
+    for (;;) {
+      const std::size_t begin = next.fetch_add(share, std::memory_order_relaxed);
+      if (begin >= count) return;
+      work(begin, std::min(begin + share, count));
+    }
+  }
+};
+
+void bind_this_thread(u32 core) {
+  if (core >= CPU_SETSIZE) return;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(core, &set);
+  (void)sched_setaffinity(0, sizeof set, &set);
+}
+
+}  // namespace
+
+// Apart from the team, because a forked child must leave it alone: its threads aren't there, and destroying a
+// condition that they waited for would wait for them for ever.
+struct Team::State {
+  std::mutex mutex;
+  std::condition_variable wanted, finished;
+  std::deque<Job*> jobs;
+  std::vector<std::thread> helpers;
+  std::vector<u32> cores;
+  u32 threads = 1;
+  bool is_closing = false;
+
+  void help(u32 number) {
+    if (!cores.empty()) bind_this_thread(cores[number % cores.size()]);
+    std::unique_lock<std::mutex> guard(mutex);
+    for (;;) {
+      wanted.wait(guard, [this] { return is_closing || !jobs.empty(); });
+      if (jobs.empty()) return;
+      Job* job = jobs.front();
+      if (job->next.load(std::memory_order_relaxed) >= job->count) {
+        jobs.pop_front();
+        continue;
+      }
+      job->users++;
+      guard.unlock();
+      job->run();
+      guard.lock();
+      if (--job->users == 0) finished.notify_all();
+    }
+  }
+};
+
+Team::Team(u32 threads, std::vector<u32> cores) : fork_epoch_(fork_epoch()) {
+  if (threads == 0 || threads > 256) throw ConfigError("a copy engine has between 1 and 256 threads");
+  state_ = std::make_unique<State>();
+  state_->threads = threads;
+  state_->cores = std::move(cores);
+  for (u32 i = 1; i < threads; i++)
+    state_->helpers.emplace_back([state = state_.get(), i] { state->help(i - 1); });
+}
+
+Team::~Team() {
+  if (fork_epoch_ == fork_epoch())
+    close();
+  else
+    (void)state_.release();
+}
+
+u32 Team::threads() const {
+  return state_->threads;
+}
+
+const std::vector<u32>& Team::cores() const {
+  return state_->cores;
+}
+
+void Team::close() {
+  if (fork_epoch_ != fork_epoch()) return;
+  std::vector<std::thread> helpers;
+  {
+    std::lock_guard<std::mutex> guard(state_->mutex);
+    state_->is_closing = true;
+    helpers.swap(state_->helpers);
+  }
+  state_->wanted.notify_all();
+  for (std::thread& helper : helpers) helper.join();
+}
+
+void Team::run(std::size_t count, std::size_t share, const Share& work) {
+  if (fork_epoch_ != fork_epoch())
+    throw SegmentError("this copy engine was made before a fork; make another");
+  Job job{count, share, work};
+  const bool is_shared = state_->threads > 1 && count > share;
+  {
+    std::lock_guard<std::mutex> guard(state_->mutex);
+    if (state_->is_closing) throw ConfigError("this copy engine has been closed");
+    if (is_shared) state_->jobs.push_back(&job);
+  }
+  if (is_shared) state_->wanted.notify_all();
+  job.run();
+  if (!is_shared) return;
+  std::unique_lock<std::mutex> guard(state_->mutex);
+  std::erase(state_->jobs, &job);
+  state_->finished.wait(guard, [&job] { return job.users == 0; });
+}
+
+}  // namespace umbp

@@ -1,0 +1,151 @@
+"""Every copy kernel that this processor runs moves exactly the bytes that it is told to."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from umbp import _native
+from umbp.errors import ConfigError
+from umbp.pool import CopyStatus, Outcome, Pool
+from umbp.transfer import BlockRuns, CopyEngine
+
+LINE = 64
+LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 191, 255, 256, 257, 319, 320, 321, 511, 1000, 4096, 4097)
+Bytes = npt.NDArray[np.uint8]
+
+
+@pytest.fixture(params=_native.copy_kernels())
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("UMBP_COPY_KERNEL", request.param)
+    return str(request.param)
+
+
+@pytest.fixture(params=[1, 3])
+def engine(kernel: str, request: pytest.FixtureRequest) -> Iterator[CopyEngine]:
+    with CopyEngine(request.param) as engine:
+        assert engine.kernel == kernel
+        yield engine
+
+
+def aligned(size: int) -> Bytes:
+    """Bytes that begin on a cache line."""
+    backing = np.zeros(size + LINE, np.uint8)
+    start = -backing.ctypes.data % LINE
+    return backing[start : start + size]
+
+
+class Round:
+    """One block of `memory` described by columns, stored and loaded again; every byte is looked at."""
+
+    def __init__(self, memory: Bytes, base: npt.NDArray[np.int64], length: npt.NDArray[np.int64]) -> None:
+        self.memory, self.base, self.length = memory, base, length
+
+    def check(self, engine: CopyEngine, offset: npt.NDArray[np.int64], *, checksum: bool) -> None:
+        rng = np.random.default_rng(5)
+        self.memory[:] = rng.integers(0, 256, len(self.memory), np.uint8)
+        before = self.memory.copy()
+        runs = BlockRuns.from_columns(
+            self.base + self.memory.ctypes.data, np.zeros(len(self.base)), self.length, offset, 1
+        )
+        slab_bytes = -(-(runs.object_bytes + 64) // 4096) * 4096
+        with Pool.create_memfd(
+            slab_bytes, slab_bytes=slab_bytes, min_object_bytes=runs.object_bytes, lock_patience_s=5.0
+        ) as pool:
+            tickets, outcomes = pool.reserve(pool.namespace("a"), ["k"], runs.object_bytes)
+            assert outcomes.tolist() == [Outcome.RESERVED]
+            address = int(pool.payload(tickets)[0][0])
+            slot = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8)), (slab_bytes,))
+            slot[: runs.object_bytes] = 0xA5
+            trailer = slot[runs.object_bytes :].copy()
+            assert engine.store(runs, [0], pool, tickets, checksum=checksum).tolist() == [CopyStatus.OK]
+            wanted = np.full(runs.object_bytes, 0xA5, np.uint8)
+            places = list(zip(self.base.tolist(), offset.tolist(), self.length.tolist(), strict=True))
+            for base, at, length in places:
+                wanted[at : at + length] = before[base : base + length]
+            assert np.array_equal(slot[: runs.object_bytes], wanted)
+            assert checksum or np.array_equal(slot[runs.object_bytes :], trailer)
+            assert np.array_equal(self.memory, before)
+
+            pool.publish(tickets)
+            held, _ = pool.acquire(["k"])
+            self.memory[:] = 0x5A
+            assert engine.load(runs, [0], pool, held, checksum=checksum).tolist() == [CopyStatus.OK]
+            restored = np.full(len(self.memory), 0x5A, np.uint8)
+            for base, _, length in places:
+                restored[base : base + length] = before[base : base + length]
+            assert np.array_equal(self.memory, restored)
+            pool.release(held)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_alignment_of_both_sides(engine: CopyEngine, length: int) -> None:
+    """Runs of one length from every alignment to every alignment, with gaps that nobody may touch."""
+    steps = np.arange(0, LINE, 1 if length <= 321 else 5)
+    source, target = (each.ravel() for each in np.meshgrid(steps, steps))
+    room = -(-(length + 2 * LINE) // LINE) * LINE
+    place = np.arange(len(source)) * room
+    memory = aligned(len(source) * room + LINE)
+    Round(memory, place + source, np.full(len(source), length)).check(engine, place + target, checksum=False)
+
+
+@pytest.mark.parametrize("step", [128, 192, 256, 512, 1536])
+@pytest.mark.parametrize("checksum", [False, True])
+def test_thousands_of_short_runs_at_a_constant_step(engine: CopyEngine, step: int, checksum: bool) -> None:
+    count = 4000
+    place = np.arange(count) * step
+    memory = aligned(count * step)
+    Round(memory, place, np.full(count, 128)).check(engine, np.arange(count) * 128, checksum=checksum)
+
+
+def test_runs_in_falling_order_and_runs_that_touch(engine: CopyEngine) -> None:
+    length = np.full(64, 300)
+    memory = aligned(64 * 300)
+    falling = np.arange(63, -1, -1) * 300
+    Round(memory, falling, length).check(engine, np.arange(64) * 300, checksum=True)
+    Round(memory, np.arange(64) * 300, length).check(engine, falling, checksum=True)
+    Round(memory, np.arange(64) * 300, length).check(engine, np.arange(64) * 300, checksum=True)
+
+
+@given(
+    runs=st.lists(
+        st.tuples(st.integers(1, 3000), st.integers(0, 200), st.integers(0, 200)), min_size=1, max_size=60
+    ),
+    checksum=st.booleans(),
+    kernel=st.sampled_from(_native.copy_kernels()),
+    threads=st.integers(1, 3),
+    order=st.randoms(use_true_random=False),
+)
+def test_any_runs(
+    runs: list[tuple[int, int, int]], checksum: bool, kernel: str, threads: int, order: object
+) -> None:
+    """Lengths, and the gaps before each on both sides; the object's order is not the memory's."""
+    length, gap, object_gap = (np.array(column) for column in zip(*runs, strict=True))
+    base = np.cumsum(gap + length) - length
+    places = np.cumsum(object_gap + length) - length
+    memory = aligned(int(base[-1] + length[-1]) + LINE)
+    if order.random() < 0.5:  # type: ignore[attr-defined]
+        base, places, length = base[::-1], places[::-1], length[::-1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UMBP_COPY_KERNEL", kernel)
+        with CopyEngine(threads) as engine:
+            Round(memory, base, length).check(engine, places, checksum=checksum)
+
+
+def test_the_portable_kernel_is_everywhere_and_the_last() -> None:
+    assert _native.copy_kernels()[-1] == "portable"
+    assert len(set(_native.copy_kernels())) == len(_native.copy_kernels())
+
+
+def test_an_unknown_kernel_is_refused_in_a_sentence_that_names_those_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UMBP_COPY_KERNEL", "mmx")
+    with pytest.raises(ConfigError, match=r"'mmx'.*portable"):
+        CopyEngine(1)
