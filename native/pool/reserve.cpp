@@ -6,13 +6,18 @@ namespace umbp {
 
 bool Reservation::plan(Objects& objects, std::size_t from, std::size_t count) {
   while (call_ == 0) call_ = ++s_.header().call_id;
-  classify(objects, from, count);
+  // A plan that wasn't carried out has marked some of the namespace's own objects.
+  for (u32 victim : victims_)
+    if (s_.record(victim).call == call_) s_.record(victim).call = 0;
   victims_.clear();
   slabs_.clear();
+  classify(objects, from, count);
   u64 free_slabs = s_.header().free_slabs;
   bool all = true;
-  if (!is_cut_)
+  if (!is_cut_) {
+    all = stay_in_quota(objects, from, count);
     for (const Need& need : needs_) all &= choose_for(objects, need, free_slabs);
+  }
   return all;
 }
 
@@ -78,9 +83,39 @@ void Reservation::count_need(Objects& objects, u64 slot_bytes) {
   if (klass != kNil) needs_.push_back({klass, slot_bytes, 1});
 }
 
+bool Reservation::stay_in_quota(Objects& objects, std::size_t from, std::size_t count) {
+  quota_end_ = from + count;
+  const Namespace& ns = s_.ns(c_.ns);
+  if (ns.quota_bytes > kMaxBytes) return true;
+  i64 wanted = 0;
+  for (const Need& need : needs_) wanted += i64(need.count * need.slot_bytes);
+  i64 room = i64(ns.quota_bytes) - i64(ns.used_bytes);
+  // Those of the sizes that are asked for first: their slots are what we need.
+  for (Need& need : needs_) {
+    if (room >= wanted) return true;
+    const u64 most = std::min(u64(wanted - room), need.count * need.slot_bytes);
+    const u64 found = objects.own.choose(c_.ns, need.klass, most, call_, victims_);
+    need.own = found / need.slot_bytes;
+    room += i64(found);
+  }
+  if (room < wanted) room += i64(objects.own.choose(c_.ns, kNil, u64(wanted - room), call_, victims_));
+  if (room >= wanted) return true;
+  for (Need& need : needs_) need.count = 0;
+  for (std::size_t i = from; i < from + count; i++) {
+    if (c_.outcomes[i] != Outcome::full) continue;
+    room -= i64(slot_bytes(i));
+    if (room < 0) {
+      quota_end_ = i;
+      return false;
+    }
+    count_need(objects, slot_bytes(i));
+  }
+  return false;
+}
+
 bool Reservation::choose_for(Objects& objects, const Need& need, u64& free_slabs) {
   const u64 per_slab = s_.geometry().slots_in_slab(need.slot_bytes),
-            free_slots = s_.klass(need.klass).free_slots;
+            free_slots = s_.klass(need.klass).free_slots + need.own;
   u64 missing = need.count - std::min(need.count, free_slots);
   const u64 fresh = std::min(free_slabs, (missing + per_slab - 1) / per_slab);
   free_slabs -= fresh;
@@ -109,7 +144,8 @@ bool Reservation::choose_for(Objects& objects, const Need& need, u64& free_slabs
 u64 Reservation::over_watermark(const Need& need) const {
   if (s_.high_ppm() >= 1000000) return 0;
   const unsigned __int128 capacity = s_.capacity_bytes();
-  const u64 after = s_.header().used_bytes + need.count * need.slot_bytes;
+  const u64 after = s_.header().used_bytes + need.count * need.slot_bytes -
+                    std::min(need.own * need.slot_bytes, s_.header().used_bytes);
   if (after <= u64(capacity * s_.high_ppm() / 1000000)) return 0;
   const u64 low = u64(capacity * s_.low_ppm() / 1000000);
   if (after <= low) return 0;
@@ -155,11 +191,12 @@ void Reservation::carry_out(Objects& objects, std::size_t from, std::size_t coun
   }
   for (u32 victim : victims_) objects.index.prefetch_home(s_.record(victim).digest);
   for (u32 victim : victims_) evict(objects, victim);
+  victims_.clear();
   u64 reserved = 0;
   for (std::size_t i = from; i < from + count; i++) {
     if (c_.outcomes[i] != Outcome::full || is_cut_) continue;
     u32 klass = objects.space.class_of(slot_bytes(i), call_);
-    u32 slot = klass == kNil ? kNil : objects.space.take(klass);
+    u32 slot = klass == kNil || i >= quota_end_ ? kNil : objects.space.take(klass);
     if (slot == kNil) {
       is_cut_ = true;
       s_.header().full.fetch_add(1, std::memory_order_relaxed);

@@ -37,6 +37,7 @@ class Reservation {
   struct Need {
     u32 klass;
     u64 slot_bytes, count;
+    u64 own = 0;  // of its slots, those that the namespace's own objects give up
   };
 
   void classify(Objects& objects, std::size_t from, std::size_t count);
@@ -45,6 +46,9 @@ class Reservation {
   bool is_repeated(std::size_t from, std::size_t i);
   void count_need(Objects& objects, u64 slot_bytes);
   u64 slot_bytes(std::size_t i) const;
+  // At its quota a namespace makes room among its own objects; what is beyond it even then isn't asked for.
+  // False if that is so for some of the batch.
+  bool stay_in_quota(Objects& objects, std::size_t from, std::size_t count);
   bool choose_for(Objects& objects, const Need& need, u64& free_slabs);
   u64 over_watermark(const Need& need) const;
   // The coldest slab of a richer class that holds nothing pinned, spared or chosen already, and whose objects
@@ -57,6 +61,7 @@ class Reservation {
   const Columns c_;
   u32 call_ = 0;
   bool is_cut_ = false;
+  std::size_t quota_end_ = 0;  // from this key on there is no room in the quota
   u64 busy_owners_ = 0;
   std::vector<Need> needs_;
   std::vector<u32> victims_, slabs_;

@@ -134,3 +134,39 @@ def shift(lines: Lines, path: str, board: str, blockers: list[str], keys: list[s
         pool.remove(blockers)
         turn[0] += np.uint64(1)
         pool.remove(keys)
+
+
+def hold_size(lines: Lines, path: str) -> None:
+    """Keeps the pool's size as it is, until killed."""
+    pool = Pool.attach(path)
+    with pool.size_held():
+        lines.answer("held")
+        for _ in lines:
+            pass
+
+
+def destroy_path(lines: Lines, path: str, countdown: int) -> None:
+    _native.arm_crash_point(countdown)
+    _native.destroy(path)
+    _native.arm_crash_point(0)
+    lines.answer("done")
+
+
+def as_user(lines: Lines, uid: int, gid: int, groups: list[int], path: str, verb: str, *args: Any) -> None:
+    """One deed as another user: make a pool (for a group), store into it, or destroy it."""
+    os.setgroups(groups)
+    os.setgid(gid)
+    os.setuid(uid)
+    try:
+        if verb == "create":
+            group = args[0] if args else None
+            Pool.create(path, 1 << 20, slab_bytes=1 << 16, min_object_bytes=OBJECT_BYTES, group=group).close()
+        elif verb == "destroy":
+            _native.destroy(path)
+        else:
+            with Pool.attach(path) as pool:
+                store(pool, pool.namespace("a"), [f"by {uid}"])
+                pool.audit()
+        lines.answer("ok")
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test reads it
+        lines.answer(f"{type(error).__name__}: {error}")

@@ -82,19 +82,16 @@ class Shape:
         )
 
     def make(self, folder: Path) -> Pool:
-        make = Pool.create_memfd
-        place: list[Any] = []
-        if self.is_file:
-            make = Pool.create  # type: ignore[assignment]
-            place = [folder / "pool"]
-        return make(
-            *place,
-            self.slots * SLOT_BYTES,
-            slab_bytes=self.slab_slots * SLOT_BYTES,
-            min_object_bytes=MIN_OBJECT_BYTES,
-            high_watermark=self.high_watermark,
-            low_watermark=0.8,
-        )
+        options: dict[str, Any] = {
+            "slab_bytes": self.slab_slots * SLOT_BYTES,
+            "min_object_bytes": MIN_OBJECT_BYTES,
+            "high_watermark": self.high_watermark,
+            "low_watermark": 0.8,
+        }
+        size = self.slots * SLOT_BYTES
+        if not self.is_file:
+            return Pool.create_memfd(size, **options)
+        return Pool.create(folder / "pool", size, max_bytes=2 * size, **options)
 
 
 @dataclass(slots=True)
@@ -357,8 +354,12 @@ class Era:
         self.read(ALL_KEYS)
         for ns in self.spaces:
             pool.clear(ns)
+            pool.set_quota(ns, None)
         self.require(pool.stats()["used_bytes"] == 0, "an emptied pool has used bytes")
+        self.require_memory()
         slots = self.shape.slots
+        pool.resize(slots * SLOT_BYTES)
+        pool.audit()
         tickets, outcomes = pool.reserve(self.spaces[0], [f"x{i}" for i in range(slots)], MIN_OBJECT_BYTES)
         self.require(set(outcomes.tolist()) == {Outcome.RESERVED}, "an emptied pool has lost slots")
         pool.abandon(tickets)
@@ -366,6 +367,14 @@ class Era:
         pool.close()
         if self.shape.is_file:
             os.unlink(self.path)
+
+    def require_memory(self) -> None:
+        """Slabs that are absent have none: what the file has is the tables' and the present slabs'."""
+        geometry = _native.geometry(self.pool.max_bytes, self.shape.slab_slots * SLOT_BYTES, MIN_OBJECT_BYTES)
+        rows = 64 * geometry["pin_row_bytes"]
+        most = geometry["pins_at"] + rows + self.pool.capacity_bytes + 16 * SLOT_BYTES
+        taken = os.stat(f"/proc/self/fd/{self.pool.native.fd}").st_blocks * 512
+        self.require(taken <= most, f"the file has {taken} bytes of memory, of at most {most}")
 
     def require(self, holds: bool, what: str) -> None:
         if not holds:

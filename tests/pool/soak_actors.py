@@ -253,6 +253,30 @@ class Hog(Worker):
         self.pool.reap()
 
 
+class Resizer(Worker):
+    """Lets the pool grow and shrink, holds its size, and gives its namespaces quotas; whatever is refused
+    is refused in a sentence that it knows."""
+
+    REFUSALS = ("can't shrink", "is resizing it", "while it is being resized", "with a device")
+
+    def step(self) -> None:
+        slab, most = self.pool.native.slab_bytes, self.pool.max_bytes
+        try:
+            match self.rng.randrange(4):
+                case 0:
+                    quota = self.rng.choice([None, most // 4, most // 2])
+                    self.pool.set_quota(self.rng.choice(self.spaces), quota)
+                case 1:
+                    with self.pool.size_held():
+                        self.acquire(self.some_chain()[1])
+                case _:
+                    self.pool.resize(self.rng.randrange(most // slab // 3, most // slab + 1) * slab)
+        except SegmentError as error:
+            if not any(text in str(error) for text in self.REFUSALS):
+                raise
+        self.release(len(self.pins))
+
+
 ROLES: dict[str, type[Worker]] = {
     "writer": Writer,
     "reader": Reader,
@@ -262,6 +286,7 @@ ROLES: dict[str, type[Worker]] = {
     "clearer": Clearer,
     "visitor": Visitor,
     "hog": Hog,
+    "resizer": Resizer,
 }
 
 
