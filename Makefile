@@ -6,12 +6,14 @@
 PYTHON ?=
 export PYTHON
 KILLS ?= 10000
+SANITIZE_SECONDS ?= 10
+DAMAGE_ROUNDS ?= 3000
 SEED ?=
 BIN := .venv/bin
-NATIVE_SOURCES = $(shell find native -path '*/third_party' -prune -o -name '*.[ch]pp' -print -o -name '*.h' -print)
+NATIVE_SOURCES = $(shell find native tests/native -path '*/third_party' -prune -o -name '*.[ch]pp' -print -o -name '*.h' -print)
 OTHER_VLLM := .venv-vllm033/bin/python
 
-.PHONY: help setup demo test test-quick check format bench setup-vllm033 setup-mooncake soak soak-pool clean
+.PHONY: help setup demo test test-quick check format bench setup-vllm033 setup-mooncake soak soak-pool sanitize clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +67,17 @@ soak: setup  ## the long runs (UMBP_SOAK_SECONDS each)
 
 soak-pool: setup  ## kill and stop processes that share a pool (KILLS=10000, SEED=n to repeat a run)
 	@$(BIN)/python tests/pool/soak.py --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+
+sanitize: setup  ## the core's drivers under AddressSanitizer, UBSan and TSan (SANITIZE_SECONDS, DAMAGE_ROUNDS, SEED)
+	@for kind in address thread; do \
+	  $(BIN)/cmake -S . -B build/sanitize-$$kind -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+	    -DUMBP_PYTHON=OFF -DUMBP_DRIVERS=ON -DUMBP_DEV=ON -DUMBP_SANITIZE=$$kind >/dev/null && \
+	  $(BIN)/ninja --quiet -C build/sanitize-$$kind && \
+	  echo "-- threads on one pool, $$kind sanitizer" && \
+	  build/sanitize-$$kind/tests/native/umbp_stress $(SANITIZE_SECONDS) 6 $(SEED) || exit 1; \
+	done
+	@echo "-- a pool that is damaged while in use, address sanitizer"
+	@build/sanitize-address/tests/native/umbp_damage $(DAMAGE_ROUNDS) $(SEED)
 
 clean:  ## remove what was built
 	rm -rf .venv .venv-vllm033 build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

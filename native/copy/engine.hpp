@@ -15,7 +15,7 @@ enum class CopyStatus : u8 {
   bad_ticket = 1,    // not held by this process in the state that the copy needs
   bad_block = 2,     // a block id outside the cache
   bad_length = 3,    // the slot's object has another length
-  bad_checksum = 4,  // damaged, or stored without a checksum
+  bad_checksum = 4,  // damaged, another's, or stored without the checksum that was asked for
   failed = 5,        // a device's driver could not move it
 };
 

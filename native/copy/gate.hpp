@@ -29,13 +29,13 @@ class Gate {
     if (segment_.my_pin(slot).load(std::memory_order_acquire) == 0) return CopyStatus::bad_ticket;
     std::byte* found = nullptr;
     if (CopyStatus status = place(block, slot, found); status != CopyStatus::ok) return status;
-    if (checksum) {
-      const Trailer& trailer = segment_.trailer(slot);
-      if (trailer.magic != kTrailerMagic || !(trailer.flags & 1) ||
-          trailer.key != segment_.record(slot).digest ||
-          trailer.checksum != checksum_of(found, runs_.object_bytes))
-        return CopyStatus::bad_checksum;
-    }
+    // Slots say themselves whose bytes they hold: damage to the tables is no reason to hand out another's.
+    const Trailer& trailer = segment_.trailer(slot);
+    if (trailer.magic != kTrailerMagic || trailer.generation != ticket_generation(ticket) ||
+        trailer.key != segment_.record(slot).digest)
+      return CopyStatus::bad_checksum;
+    if (checksum && (!(trailer.flags & 1) || trailer.checksum != checksum_of(found, runs_.object_bytes)))
+      return CopyStatus::bad_checksum;
     object = found;
     return CopyStatus::ok;
   }

@@ -76,6 +76,7 @@ class Audit {
     const SlotState state = word_state(word);
     require(state <= SlotState::doomed, "a slot's state is one of four", slot);
     require(r.length > 0 && r.length + kTrailerBytes <= slot_bytes, "an object fits its slot", slot);
+    require(r.ns < kNamespaceLimit, "an object's namespace is one of the pool's", slot);
     used_bytes_ += slot_bytes;
     per_ns_[r.ns].used_bytes += slot_bytes;
     u64 pins = 0;
@@ -83,7 +84,7 @@ class Audit {
       if (s_.process(p).in_use.load()) pins += s_.pin(p, slot).load();
     require(r.pins == pins, "an object's pins are the sum of its processes' pins", slot);
     if (state == SlotState::reserved) {
-      require(pins == 1 && s_.process(word_owner(word)).in_use.load() &&
+      require(pins == 1 && word_owner(word) < kProcessLimit && s_.process(word_owner(word)).in_use.load() &&
                   s_.pin(word_owner(word), slot).load() == 1,
               "a reservation is its owner's one pin", slot);
     }

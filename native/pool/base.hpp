@@ -49,6 +49,28 @@ inline void prefetch(const void* address) {
       "");  // else GCC takes a function that only prefetches for one without effect, and drops its calls
 }
 
+// A number that is changed under the lock and shown without it: readers may see an old value, never half of
+// one.
+template <class T>
+class Shown {
+ public:
+  Shown() = default;
+  Shown(const Shown& other) : value_(T(other)) {}
+  operator T() const { return value_.load(std::memory_order_relaxed); }
+  Shown& operator=(T value) {
+    value_.store(value, std::memory_order_relaxed);
+    return *this;
+  }
+  Shown& operator=(const Shown& other) { return *this = T(other); }
+  Shown& operator+=(T by) { return *this = *this + by; }
+  Shown& operator-=(T by) { return *this = *this - by; }
+  void operator++(int) { *this += 1; }
+  void operator--(int) { *this -= 1; }
+
+ private:
+  std::atomic<T> value_;
+};
+
 u64 monotonic_ns();
 
 // Crash points: inert (one predictable branch) unless arm_crash_point or the environment variable

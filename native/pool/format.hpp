@@ -87,7 +87,8 @@ struct alignas(64) Header {
   alignas(64) u64 clock;                   // touch stamps
   u32 call_id, plan_id;                    // tags for per-call and per-plan marks in slot records
   u32 free_slab_head, class_count;
-  u64 free_slabs, present_slabs, used_bytes, objects, index_used;
+  Shown<u64> free_slabs, present_slabs, used_bytes, objects;
+  u64 index_used;
   // The lock word of the process that is resizing the pool; 0: nobody.
   std::atomic<u32> resizer;
   alignas(64) std::atomic<u64> evicted;
@@ -106,11 +107,11 @@ struct alignas(64) Process {
 };
 
 struct alignas(256) Namespace {
-  u64 used_bytes;
-  u64 quota_bytes;  // ~0: none
-  u64 objects;
+  Shown<u64> used_bytes;
+  Shown<u64> quota_bytes;  // ~0: none
+  Shown<u64> objects;
   std::atomic<u32> epoch;  // 0: the entry is free
-  u32 swept_epoch;         // differs from epoch while a clear() still has objects to drop
+  Shown<u32> swept_epoch;  // differs from epoch while a clear() still has objects to drop
   u32 young, old;          // its evictable objects by last use
   Digest digest;
   char name[kNamespaceNameBytes];
@@ -132,12 +133,14 @@ constexpr u64 kSlabAbsent = 1;  // no memory
 constexpr u64 kSlabMoving = 2;  // nothing in it; its memory is just being taken or given back
 
 struct alignas(64) Slab {
-  std::atomic<u64> slot_bytes;     // truth
-  u64 touched;                     // newest stamp of its objects
-  u32 klass, used, pinned, fresh;  // fresh: slots from here on were never used since it joined its class
-  u32 free_head, prev, next;       // partial list of its class, or the list of free slabs
-  u32 backed;                      // slot records that have memory
-  u32 closed;                      // hands out no more slots: it is being emptied for a smaller pool
+  std::atomic<u64> slot_bytes;  // truth
+  u64 touched;                  // newest stamp of its objects
+  u32 klass, used;
+  Shown<u32> pinned;
+  u32 fresh;                  // slots from here on were never used since it joined its class
+  u32 free_head, prev, next;  // partial list of its class, or the list of free slabs
+  u32 backed;                 // slot records that have memory
+  u32 closed;                 // hands out no more slots: it is being emptied for a smaller pool
 };
 
 struct RingEntry {

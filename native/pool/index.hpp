@@ -7,13 +7,21 @@
 // need be behind the one entry that is just being written: also while whoever moves them is stopped.
 #pragma once
 
+#include <algorithm>
+
 #include "pool/segment.hpp"
 
 namespace umbp {
 
 class Index {
+  // Half of the entries are free, so no run of used ones is ever nearly as long, unless the table is damaged.
+  static constexpr u64 kLongestProbe = 4096;
+
  public:
-  explicit Index(Segment& segment) : segment_(segment), size_(segment.geometry().index_entries) {}
+  explicit Index(Segment& segment)
+      : segment_(segment),
+        size_(segment.geometry().index_entries),
+        longest_(std::min(size_, kLongestProbe)) {}
 
   u64 home(const Digest& digest) const { return u64((unsigned __int128)(digest.low) * size_ >> 64); }
   void prefetch_home(const Digest& digest) const { prefetch(&segment_.entry(home(digest))); }
@@ -21,7 +29,7 @@ class Index {
   // Under the lock: the entry's position, or -1.
   i64 find(const Digest& digest) const {
     u64 at = home(digest);
-    for (u64 steps = 0; steps < size_; steps++, at = at + 1 == size_ ? 0 : at + 1) {
+    for (u64 steps = 0; steps < longest_; steps++, at = at + 1 == size_ ? 0 : at + 1) {
       IndexEntry& entry = segment_.entry(at);
       if (entry.ref.load(std::memory_order_relaxed) == 0) return -1;
       if (entry.low.load(std::memory_order_relaxed) == digest.low &&
@@ -35,7 +43,7 @@ class Index {
   void insert(const Digest& digest, u64 ref, u64 aux) {
     u64 at = home(digest);
     for (u64 steps = 0; segment_.entry(at).ref.load(std::memory_order_relaxed) != 0; steps++) {
-      if (steps == size_) throw SegmentError("the pool is damaged: its index is full");
+      require_sound(steps < longest_, "its index is full");
       at = at + 1 == size_ ? 0 : at + 1;
     }
     write(segment_.entry(at), digest, ref, aux);
@@ -132,7 +140,7 @@ class Index {
   // Looks past `holes` empty entries.
   bool probe(const Digest& digest, u64 holes) const {
     u64 at = home(digest);
-    for (u64 steps = 0; steps < size_; steps++, at = at + 1 == size_ ? 0 : at + 1) {
+    for (u64 steps = 0; steps < longest_; steps++, at = at + 1 == size_ ? 0 : at + 1) {
       IndexEntry& entry = segment_.entry(at);
       for (int tries = 0; tries < 16; tries++) {
         u64 ref = entry.ref.load(std::memory_order_acquire);
@@ -156,7 +164,7 @@ class Index {
   }
 
   Segment& segment_;
-  const u64 size_;
+  const u64 size_, longest_;
 };
 
 }  // namespace umbp

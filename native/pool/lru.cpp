@@ -113,7 +113,8 @@ struct LeafFirstLru::Plan {
         continue;
       }
       u32 child = r.first_child;
-      for (u32 i = 0; i < r.children && child != kNil; i++, child = s.record(child).next_sibling)
+      for (u32 i = 0; i < r.children && child != kNil && stack.size() < kLookBudget;
+           i++, child = s.record(child).next_sibling)
         stack.push_back(child);
     }
   }

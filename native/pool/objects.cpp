@@ -59,8 +59,7 @@ void Objects::publish(u32 slot) {
   s.ns(r.ns).objects++;
   enter_orders(slot);
   i64 at = index.find(r.digest);
-  if (at < 0 || ref_slot(index.ref(at)) != slot)
-    throw SegmentError("the pool is damaged: a reservation has no index entry");
+  require_sound(at >= 0 && ref_slot(index.ref(at)) == slot, "a reservation has no index entry");
   index.set_published(at);
 }
 
@@ -102,6 +101,7 @@ void Objects::unpin(u32 slot, u32 process, u16 count) {
   std::atomic<u16>& theirs = s.pin(process, slot);
   theirs.store(u16(theirs.load(std::memory_order_relaxed) - count), std::memory_order_relaxed);
   crash_point();
+  require_sound(r.pins >= count, "an object has fewer pins than its processes");
   r.pins -= count;
   if (r.pins) return;
   s.slab(s.slab_of(slot)).pinned--;

@@ -41,6 +41,16 @@ class Objects {
   bool is_current(const SlotRecord& r) const {
     return s.ns(r.ns).epoch.load(std::memory_order_relaxed) == r.epoch && r.epoch != 0;
   }
+  // The slot that the key's index entry names; kNil if it has none.
+  u32 slot_of(const Digest& digest) const {
+    const i64 at = index.find(digest);
+    if (at < 0) return kNil;
+    require_of(ref_slot(index.ref(at)), digest);
+    return ref_slot(index.ref(at));
+  }
+  void require_of(u32 slot, const Digest& digest) const {
+    require_sound(s.record(slot).digest == digest, "an index entry names another key's slot");
+  }
   // Whether the ticket names what its slot holds now.
   bool names(u64 ticket, SlotState wanted) const {
     if (ticket_slot(ticket) >= s.geometry().max_slots ||

@@ -351,7 +351,9 @@ void Pool::acquire(std::span<const Digest> keys, u64* tickets, Outcome* outcomes
     for (std::size_t i = 0; i < count; i++) {
       Outcome& outcome = outcomes[from + i];
       outcome = Outcome::miss;
-      if (slots[i] == kNil || lock->state(slots[i]) != SlotState::published) continue;
+      if (slots[i] == kNil) continue;
+      lock->require_of(slots[i], keys[from + i]);
+      if (lock->state(slots[i]) != SlotState::published) continue;
       if (!lock->is_current(s->record(slots[i]))) continue;
       if (s->my_pin(slots[i]).load(std::memory_order_relaxed) == 0xffff) {
         outcome = Outcome::not_now;  // as many pins as one process can count
@@ -406,6 +408,7 @@ void Pool::touch(std::span<const Digest> keys, Outcome* outcomes) {
     find_slots(*lock, keys.subspan(from, count), slots);
     prefetch_neighbours(*lock, slots, count);
     for (std::size_t i = count; i-- > 0;) {
+      if (slots[i] != kNil) lock->require_of(slots[i], keys[from + i]);
       bool present = slots[i] != kNil && lock->state(slots[i]) == SlotState::published;
       outcomes[from + i] = present ? Outcome::touched : Outcome::miss;
       if (present) lock->touch(slots[i]);
@@ -422,8 +425,7 @@ void Pool::remove(std::span<const Digest> keys, Outcome* outcomes) {
     Locked lock(*s, patience);
     if (!lock) return;
     for (std::size_t i = from; i < from + count; i++) {
-      i64 at = lock->index.find(keys[i]);
-      u32 slot = at < 0 ? kNil : ref_slot(lock->index.ref(at));
+      u32 slot = lock->slot_of(keys[i]);
       outcomes[i] = Outcome::miss;
       if (slot == kNil || !lock->is_current(s->record(slot))) continue;
       outcomes[i] = Outcome::busy;

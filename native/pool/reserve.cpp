@@ -30,8 +30,7 @@ void Reservation::classify(Objects& objects, std::size_t from, std::size_t count
   for (std::size_t i = from; i < from + count; i++) {
     spare_parent(objects, i);
     c_.tickets[i] = 0;
-    i64 at = objects.index.find(c_.keys[i]);
-    u32 slot = at < 0 ? kNil : ref_slot(objects.index.ref(at));
+    u32 slot = objects.slot_of(c_.keys[i]);
     if (slot != kNil && !objects.is_current(s_.record(slot))) {
       objects.drop(slot);  // outdated by a clear() that hasn't swept it yet
       slot = kNil;
@@ -60,8 +59,8 @@ u64 Reservation::slot_bytes(std::size_t i) const {
 
 void Reservation::spare_parent(Objects& objects, std::size_t i) {
   if (c_.parents.empty() || !c_.parents[i] || (i > 0 && *c_.parents[i] == c_.keys[i - 1])) return;
-  i64 at = objects.index.find(*c_.parents[i]);
-  if (at >= 0) spare(ref_slot(objects.index.ref(at)));
+  const u32 slot = objects.slot_of(*c_.parents[i]);
+  if (slot != kNil) spare(slot);
 }
 
 bool Reservation::is_repeated(std::size_t from, std::size_t i) {
@@ -214,9 +213,8 @@ void Reservation::carry_out(Objects& objects, std::size_t from, std::size_t coun
 // A parent in another class isn't linked: evicting its children would make no room for it.
 u32 Reservation::parent_slot(Objects& objects, std::size_t i, u32 klass) {
   if (c_.parents.empty() || !c_.parents[i]) return kNil;
-  i64 at = objects.index.find(*c_.parents[i]);
-  if (at < 0) return kNil;
-  u32 slot = ref_slot(objects.index.ref(at));
+  const u32 slot = objects.slot_of(*c_.parents[i]);
+  if (slot == kNil) return kNil;
   return s_.slab(s_.slab_of(slot)).klass == klass && objects.is_current(s_.record(slot)) ? slot : kNil;
 }
 

@@ -61,7 +61,7 @@ class Segment {
   std::byte* base() const { return base_; }
 
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
-  Process& process(u32 i) const { return at<Process>(geometry_.processes_at, i); }
+  Process& process(u32 i) const { return at<Process>(geometry_.processes_at, bounded(i, kProcessLimit)); }
   Namespace& ns(u32 i) const { return at<Namespace>(geometry_.namespaces_at, bounded(i, kNamespaceLimit)); }
   Class& klass(u32 i) const { return at<Class>(geometry_.classes_at, bounded(i, kClassLimit)); }
   Slab& slab(u32 i) const { return at<Slab>(geometry_.slabs_at, bounded(i, geometry_.slab_count)); }
@@ -73,7 +73,7 @@ class Segment {
   // Pins that process `process` holds on `slot`; truth.
   std::atomic<u16>& pin(u32 process, u32 slot) const {
     return *reinterpret_cast<std::atomic<u16>*>(base_ + geometry_.pins_at +
-                                                process * geometry_.pin_row_bytes +
+                                                bounded(process, kProcessLimit) * geometry_.pin_row_bytes +
                                                 2 * bounded(slot, geometry_.max_slots));
   }
   std::atomic<u16>& my_pin(u32 slot) const { return pin(process_slot_, slot); }
@@ -137,6 +137,11 @@ class Segment {
   mutable std::atomic<bool> was_replaced_{false};
   MemoryFacts memory_;
 };
+
+// For what no crash leaves behind: the caller's changes are undone by the next holder's rebuild.
+inline void require_sound(bool holds, const char* fault) {
+  if (__builtin_expect(!holds, 0)) throw SegmentError(std::string("the pool is damaged: ") + fault);
+}
 
 // How often this process has been forked into being; an object made before a fork must not be used after it.
 u64 fork_epoch();

@@ -57,6 +57,7 @@ void Space::drop_partial(u32 slab_index) {
 bool Space::join(u32 slab_index, u32 klass) {
   Slab& slab = s_.slab(slab_index);
   Class& c = s_.klass(klass);
+  require_sound(s_.slab_slot_bytes(slab_index) == 0, "a slab in use is listed as free");
   u32 slots = u32(s_.geometry().slots_in_slab(c.slot_bytes));
   if (slab.backed < slots) {
     u64 from = s_.geometry().records_at + u64(first_slot(slab_index)) * sizeof(SlotRecord);
@@ -66,7 +67,8 @@ bool Space::join(u32 slab_index, u32 klass) {
   s_.header().free_slab_head = slab.next;
   s_.header().free_slabs--;
   slab.klass = klass;
-  slab.used = slab.pinned = slab.fresh = 0;
+  slab.used = slab.fresh = 0;
+  slab.pinned = 0;
   slab.touched = 0;
   slab.free_head = kNil;
   ordered();
@@ -88,14 +90,17 @@ u32 Space::take(u32 klass) {
   u32 slab_index = c.partial_head;
   Slab& slab = s_.slab(slab_index);
   u32 slots = slots_in(slab_index), slot;
+  require_sound(slab.klass == klass && slab.used < slots, "a slab in a class's list is full or another's");
   if (slab.free_head != kNil) {
     slot = slab.free_head;
     slab.free_head = s_.record(slot).next_free;
   } else {
-    if (slab.fresh >= slots)
-      throw SegmentError("the pool is damaged: a slab has fewer slots than its class counts");
+    require_sound(slab.fresh < slots, "a slab has fewer slots than its class counts");
     slot = first_slot(slab_index) + slab.fresh++;
   }
+  require_sound(s_.slab_of(slot) == slab_index && slot - first_slot(slab_index) < slots &&
+                    word_state(s_.record(slot).word.load(std::memory_order_relaxed)) == SlotState::free,
+                "a slab lists a slot as free that isn't");
   slab.used++;
   c.free_slots--;
   s_.header().used_bytes += c.slot_bytes;
@@ -128,7 +133,8 @@ void Space::free_slab(u32 slab_index) {
   slab.slot_bytes.store(0, std::memory_order_release);
   crash_point();
   slab.klass = kNil;
-  slab.used = slab.pinned = slab.fresh = slab.closed = 0;
+  slab.used = slab.fresh = slab.closed = 0;
+  slab.pinned = 0;
   slab.free_head = slab.prev = kNil;
   slab.next = s_.header().free_slab_head;
   s_.header().free_slab_head = slab_index;
@@ -196,7 +202,8 @@ void Space::adopt_slab(u32 slab_index) {
   Class& c = s_.klass(klass);
   u32 slots = slots_in(slab_index);
   slab.klass = klass;
-  slab.used = slab.pinned = slab.closed = 0;
+  slab.used = slab.closed = 0;
+  slab.pinned = 0;
   slab.fresh = slots;
   slab.free_head = slab.prev = slab.next = kNil;
   slab.touched = 0;

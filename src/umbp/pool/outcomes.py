@@ -43,6 +43,6 @@ class CopyStatus(IntEnum):
     BAD_LENGTH = 3
     """The slot's object has another length than the layout's."""
     BAD_CHECKSUM = 4
-    """Damaged, or stored without a checksum; nothing was written."""
+    """Damaged, another key's, or stored without the checksum that was asked for; nothing was written."""
     FAILED = 5
     """A device's driver could not move it; what the target holds is not known."""

@@ -1,0 +1,235 @@
+// A pool whose tables are damaged under a process that works on it: every verb must end in bounded time with
+// an answer or one of our errors, no payload may lie outside the arena, and nobody may write where it has no
+// slot.
+//
+// damage [rounds] [first seed]; a round is reproduced by its seed.
+#include <signal.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+
+#include "pool/pool.hpp"
+
+using namespace umbp;
+
+namespace {
+
+constexpr u64 kObjectBytes = 3000, kSlots = 64, kKeys = 100, kRun = 16;
+constexpr u64 kSizes[] = {3000, 3000, 7000, 20000};
+constexpr unsigned kSecondsForARound = 20;
+u64 seed = 0;
+const char* verb = "";
+
+void say_where(const char* what) {
+  std::fprintf(stderr, "damage: %s in %s, seed %llu\n", what, verb, static_cast<unsigned long long>(seed));
+}
+void on_signal(int signal) {
+  say_where(signal == SIGALRM ? "no end" : "a crash");
+  _exit(1);
+}
+[[noreturn]] void fail(const char* what) {
+  say_where(what);
+  std::abort();
+}
+
+struct Round {
+  std::mt19937_64 random{seed};
+  Pool pool;
+  std::shared_ptr<Segment> segment;
+  std::vector<Digest> keys;
+  std::vector<u64> pins, reserved;
+  u32 ns;
+
+  static std::shared_ptr<Segment> make() {
+    CreateParameters parameters;
+    parameters.capacity_bytes = kSlots * 4096;
+    parameters.slab_bytes = 8 * 4096;
+    parameters.min_object_bytes = kObjectBytes;
+    return Segment::create_memfd(parameters);
+  }
+  Round() : pool(make(), 1000000), segment(pool.segment()), ns(pool.open_namespace("a")) {
+    for (u64 i = 0; i < kKeys; i++) keys.push_back(digest_of("k" + std::to_string(i), segment->hash_seed()));
+  }
+  u64 below(u64 limit) { return random() % limit; }
+
+  // What is between the tables is damaged as well; the arena isn't: it holds payloads, which are anybody's
+  // bytes.
+  void damage() {
+    const Geometry& g = segment->geometry();
+    std::byte* base = segment->base();
+    const u64 tables[][2] = {{offsetof(Header, state), sizeof(Header)},
+                             {offsetof(Header, state), sizeof(Header)},
+                             {g.processes_at, g.namespaces_at},
+                             {g.namespaces_at, g.namespaces_at + 4 * sizeof(Namespace)},
+                             {g.classes_at, g.classes_at + 4 * sizeof(Class)},
+                             {g.slabs_at, g.slabs_at + g.slab_count * sizeof(Slab)},
+                             {g.ring_at, g.index_at},
+                             {g.index_at, g.records_at},
+                             {g.records_at, g.records_at + g.max_slots * sizeof(SlotRecord)},
+                             {g.records_at, g.records_at + g.max_slots * sizeof(SlotRecord)},
+                             {g.pins_at, g.pins_at + 2 * g.pin_row_bytes}};
+    const auto& [from, to] = tables[below(std::size(tables))];
+    const u64 at = from + below(to - from), words = (to - from) / 4, word = from + 4 * below(words);
+    const u64 limits[] = {kSlots, g.slab_count, 4, kProcessLimit};
+    u32 plausible = u32(below(limits[below(4)]));
+    if (below(6) == 0) plausible = kNil;
+    switch (below(6)) {
+      case 0:
+        base[at] ^= std::byte(1 << below(8));
+        break;
+      case 1:
+        for (u64 i = at; i < std::min(to, at + 1 + below(64)); i++) base[i] = std::byte(random());
+        break;
+      case 2:  // a link that leads elsewhere: lists that meet, or never end
+      case 3:
+        std::memcpy(base + word, &plausible, 4);
+        break;
+      case 4:
+        std::memset(base + at, below(2) ? 0xff : 0, std::min(to - at, 1 + below(128)));
+        break;
+      case 5:  // one record over another
+        if (const u64 size = 128; to - from >= 2 * size)
+          std::memcpy(base + from + size * below((to - from) / size),
+                      base + from + size * below((to - from) / size), size);
+        break;
+    }
+  }
+
+  void check_payloads(const std::vector<u64>& tickets) {
+    std::vector<u64> addresses(tickets.size()), lengths(tickets.size());
+    pool.payload(tickets, addresses.data(), lengths.data());
+    const Geometry& g = segment->geometry();
+    const u64 begin = reinterpret_cast<u64>(segment->base()) + g.arena_at, end = begin + g.capacity_bytes;
+    for (std::size_t i = 0; i < tickets.size(); i++) {
+      if (addresses[i] == 0) continue;
+      if (addresses[i] < begin || lengths[i] > g.slab_bytes || addresses[i] + lengths[i] > end)
+        fail("a payload outside the arena");
+    }
+  }
+
+  void run_verb() {
+    const u64 from = below(kKeys - kRun), count = 1 + below(kRun);
+    const std::span<const Digest> run{keys.data() + from, count};
+    Outcome outcomes[kRun + 512];
+    u64 tickets[kRun];
+    switch (below(14)) {
+      case 0:
+      case 1: {
+        verb = "reserve";
+        std::vector<u64> sizes(count, kSizes[from % std::size(kSizes)]);
+        std::vector<std::optional<Digest>> parents(count);
+        for (std::size_t i = 1; i < count; i++) parents[i] = run[i - 1];
+        pool.reserve(ns, run, sizes, parents, tickets, outcomes);
+        for (std::size_t i = 0; i < count; i++)
+          if (outcomes[i] == Outcome::reserved) reserved.push_back(tickets[i]);
+        verb = "payload";
+        return check_payloads(reserved);
+      }
+      case 2:
+      case 3:
+        verb = "publish";
+        reserved.resize(std::min<std::size_t>(reserved.size(), 512));
+        pool.publish(reserved, outcomes);
+        return reserved.clear();
+      case 4:
+        verb = "abandon";
+        reserved.resize(std::min<std::size_t>(reserved.size(), 512));
+        pool.abandon(reserved, outcomes);
+        return reserved.clear();
+      case 5:
+      case 6:
+        verb = "acquire";
+        pool.acquire(run, tickets, outcomes);
+        for (std::size_t i = 0; i < count; i++)
+          if (outcomes[i] == Outcome::hit) pins.push_back(tickets[i]);
+        verb = "payload";
+        return check_payloads(pins);
+      case 7:
+        verb = "release";
+        pins.resize(std::min<std::size_t>(pins.size(), 512));
+        pool.release(pins, outcomes);
+        return pins.clear();
+      case 8:
+        verb = "touch";
+        return pool.touch(run, outcomes);
+      case 9:
+        verb = "remove";
+        return pool.remove(run, outcomes);
+      case 10:
+        verb = "lookup";
+        bool found[kKeys];
+        return pool.lookup(keys, found);
+      case 11: {
+        verb = "removed_since";
+        std::vector<Digest> removed;
+        pool.removed_since(pool.removed_head() - below(100), removed);
+        verb = "stats";
+        pool.stats();
+        return;
+      }
+      case 12:
+        verb = "clear";
+        if (below(4) == 0) pool.clear(ns);
+        verb = "reap";
+        pool.reap();
+        return;
+      case 13:
+        verb = "audit";
+        return pool.audit();
+    }
+  }
+
+  // Bytes that no verb may change: all of the arena but the ends of pages, where trailers lie.
+  u64 arena_bytes() const {
+    const Geometry& g = segment->geometry();
+    u64 sum = 0;
+    for (u64 page = 0; page < g.capacity_bytes; page += kPageBytes)
+      sum = sum * 31 + checksum_of(segment->base() + g.arena_at + page, kPageBytes - kTrailerBytes);
+    return sum;
+  }
+
+  void run(u64& errors, u64& answers) {
+    const u64 before = arena_bytes();
+    for (int i = 0; i < 60; i++) {
+      if (i >= 20 && i % 4 == 0) damage();
+      try {
+        run_verb();
+        answers++;
+      } catch (const SegmentError&) {
+        errors++;
+      } catch (const InvariantError&) {
+        errors++;
+      } catch (const ConfigError&) {
+        errors++;
+      } catch (const std::exception& error) {
+        fail(error.what());
+      }
+    }
+    if (arena_bytes() != before) fail("a write where nobody has a slot");
+  }
+};
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  const u64 rounds = count > 1 ? std::strtoull(arguments[1], nullptr, 10) : 2000;
+  const u64 first = count > 2 ? std::strtoull(arguments[2], nullptr, 10) : std::random_device{}();
+  std::printf("rounds %llu from seed %llu\n", static_cast<unsigned long long>(rounds),
+              static_cast<unsigned long long>(first));
+  std::fflush(stdout);
+  for (int number : {SIGALRM, SIGABRT, SIGSEGV, SIGBUS}) signal(number, on_signal);
+  u64 errors = 0, answers = 0;
+  for (seed = first; seed < first + rounds; seed++) {
+    alarm(kSecondsForARound);
+    verb = "making the pool";
+    Round round;
+    round.run(errors, answers);
+    verb = "leaving";
+  }
+  std::printf("%llu verbs answered, %llu refused\n", static_cast<unsigned long long>(answers),
+              static_cast<unsigned long long>(errors));
+  return answers == 0 || errors == 0;
+}

@@ -1,0 +1,161 @@
+// Threads of one process on one pool, each doing every verb at random: what a data race detector is to watch.
+// The payloads carry their key, and every thread checks what it reads.
+//
+// stress [seconds] [threads] [seed]; the exit code says whether anything was wrong.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include "pool/pool.hpp"
+
+using namespace umbp;
+
+namespace {
+
+constexpr u64 kObjectBytes = 3000, kSlotBytes = 4096, kSlots = 96, kKeys = 160, kRun = 12;
+std::atomic<bool> stop{false};
+std::atomic<u64> steps{0}, reads{0}, hits{0}, not_now{0};
+
+[[noreturn]] void fail(const char* what, u64 detail) {
+  std::fprintf(stderr, "stress: %s (%llu)\n", what, static_cast<unsigned long long>(detail));
+  std::abort();
+}
+
+struct Work {
+  Pool& pool;
+  std::mt19937_64 random;
+  std::vector<Digest> keys;
+  u32 spaces[2];
+  u64 cursor;
+
+  Work(Pool& pool_, u64 seed) : pool(pool_), random(seed) {
+    for (u64 i = 0; i < kKeys; i++)
+      keys.push_back(digest_of("k" + std::to_string(i), pool.segment()->hash_seed()));
+    spaces[0] = pool.open_namespace("one");
+    spaces[1] = pool.open_namespace("two");
+    cursor = pool.removed_head();
+  }
+  u64 below(u64 limit) { return random() % limit; }
+  std::span<const Digest> some(u64 from) { return {keys.data() + from, 1 + below(kRun)}; }
+
+  void store(u64 from) {
+    auto run = some(from);
+    std::vector<u64> sizes(run.size(), kObjectBytes), tickets(run.size());
+    std::vector<Outcome> outcomes(run.size());
+    std::vector<std::optional<Digest>> parents(run.size());
+    for (std::size_t i = 1; i < run.size(); i++) parents[i] = run[i - 1];
+    pool.reserve(spaces[from % 2], run, sizes, parents, tickets.data(), outcomes.data());
+    std::vector<u64> mine, addresses(run.size()), lengths(run.size());
+    pool.payload(tickets, addresses.data(), lengths.data());
+    for (std::size_t i = 0; i < run.size(); i++) {
+      if (outcomes[i] == Outcome::not_now) not_now++;
+      if (outcomes[i] != Outcome::reserved) continue;
+      if (lengths[i] != kObjectBytes) fail("a reservation has another length", lengths[i]);
+      mine.push_back(tickets[i]);
+      u64* words = reinterpret_cast<u64*>(addresses[i]);
+      for (u64 w = 0; w < kObjectBytes / 8; w++) words[w] = run[i].low ^ w;
+    }
+    if (below(8) == 0)
+      pool.abandon(mine, outcomes.data());
+    else
+      for (int tries = 0; tries < 1000; tries++) {
+        pool.publish(mine, outcomes.data());
+        std::vector<u64> left;
+        for (std::size_t i = 0; i < mine.size(); i++)
+          if (outcomes[i] == Outcome::not_now) left.push_back(mine[i]);
+        mine.swap(left);
+        if (mine.empty()) break;
+      }
+  }
+  void read(u64 from) {
+    auto run = some(from);
+    std::vector<u64> tickets(run.size()), addresses(run.size()), lengths(run.size());
+    std::vector<Outcome> outcomes(run.size());
+    pool.acquire(run, tickets.data(), outcomes.data());
+    pool.payload(tickets, addresses.data(), lengths.data());
+    std::vector<u64> pins;
+    for (std::size_t i = 0; i < run.size(); i++) {
+      if (outcomes[i] != Outcome::hit) continue;
+      pins.push_back(tickets[i]);
+      const u64* words = reinterpret_cast<const u64*>(addresses[i]);
+      for (u64 w = 0; w < lengths[i] / 8; w++)
+        if (words[w] != (run[i].low ^ w)) fail("wrong bytes", w);
+      reads++;
+    }
+    pool.release(pins, outcomes.data());
+  }
+  void look() {
+    bool found[kKeys];
+    pool.lookup(keys, found);
+    for (bool hit : found) hits += hit;
+    std::vector<Digest> removed;
+    cursor = pool.removed_since(cursor, removed).value_or(pool.removed_head());
+  }
+  void step() {
+    Outcome outcomes[kRun];
+    const u64 from = below(kKeys - kRun);
+    switch (below(12)) {
+      case 0:
+      case 1:
+      case 2:
+        return store(from);
+      case 3:
+      case 4:
+        return read(from);
+      case 5:
+        return pool.touch(some(from), outcomes);
+      case 6:
+        return pool.remove(some(from), outcomes);
+      case 7:
+        if (below(50) == 0) pool.clear(spaces[from % 2]);
+        pool.reap();
+        return;
+      case 8:
+        if (pool.stats().used_bytes > kSlots * kSlotBytes) fail("more is used than there is", 0);
+        if (below(20) == 0) pool.audit();
+        return;
+      default:
+        return look();
+    }
+  }
+};
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  auto argument = [&](int i, u64 otherwise) {
+    return i < count ? std::strtoull(arguments[i], nullptr, 10) : otherwise;
+  };
+  const u64 seconds = argument(1, 10), threads = argument(2, 6), seed = argument(3, std::random_device{}());
+  std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
+  CreateParameters parameters;
+  parameters.capacity_bytes = kSlots * kSlotBytes;
+  parameters.slab_bytes = 8 * kSlotBytes;
+  parameters.min_object_bytes = kObjectBytes;
+  Pool pool(Segment::create_memfd(parameters), 100000000ull);
+  std::vector<std::thread> crowd;
+  for (u64 i = 0; i < threads; i++)
+    crowd.emplace_back([&, i] {
+      try {
+        Work work(pool, seed + i);
+        while (!stop.load(std::memory_order_relaxed)) {
+          work.step();
+          steps++;
+        }
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "stress: %s\n", error.what());
+        std::abort();
+      }
+    });
+  std::this_thread::sleep_for(std::chrono::seconds(seconds));
+  stop = true;
+  for (std::thread& thread : crowd) thread.join();
+  pool.audit();
+  if (pool.stats().pinned) fail("slots are still pinned", pool.stats().pinned);
+  std::printf("%llu steps, %llu objects read and right, %llu hits looked up, %llu times not now\n",
+              static_cast<unsigned long long>(steps), static_cast<unsigned long long>(reads),
+              static_cast<unsigned long long>(hits), static_cast<unsigned long long>(not_now));
+  return reads == 0;
+}
