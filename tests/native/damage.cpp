@@ -102,7 +102,7 @@ struct Round {
     std::vector<u64> addresses(tickets.size()), lengths(tickets.size());
     pool.payload(tickets, addresses.data(), lengths.data());
     const Geometry& g = segment->geometry();
-    const u64 begin = reinterpret_cast<u64>(segment->base()) + g.arena_at, end = begin + g.capacity_bytes;
+    const u64 begin = reinterpret_cast<u64>(segment->base()) + g.arena_at, end = begin + g.max_bytes;
     for (std::size_t i = 0; i < tickets.size(); i++) {
       if (addresses[i] == 0) continue;
       if (addresses[i] < begin || lengths[i] > g.slab_bytes || addresses[i] + lengths[i] > end)
@@ -186,7 +186,7 @@ struct Round {
   u64 arena_bytes() const {
     const Geometry& g = segment->geometry();
     u64 sum = 0;
-    for (u64 page = 0; page < g.capacity_bytes; page += kPageBytes)
+    for (u64 page = 0; page < g.max_bytes; page += kPageBytes)
       sum = sum * 31 + checksum_of(segment->base() + g.arena_at + page, kPageBytes - kTrailerBytes);
     return sum;
   }
