@@ -21,7 +21,7 @@ from umbp.pool import Pool
 MakePool = Callable[..., Pool]
 GEOMETRY = _native.geometry(1 << 20, 1 << 16, 3000)
 FIXED_BYTES = 16 + 8 * len(GEOMETRY) + 8 + 16 + 4 * 4 + 8 + 8 + 8
-"""What is set at creation: magic, version, size, geometry, seed, id, owner, limits, group, date, their checksum."""
+"""What is set at creation: magic, version, size, geometry, seed, id, owner, limits, date, their checksum."""
 VERBS: list[tuple[str, Any]] = [
     ("lookup", ["x", "y"]),
     ("acquire", ["x", "y"]),
