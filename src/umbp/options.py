@@ -41,7 +41,7 @@ BUILT_IN_MODES = ("embedded", "standalone", "distributed")
 PLUG_IN = "plug-in"
 """Stands for every mode that is not built in, in `Option.modes`."""
 
-LATER_MODES = ("standalone", "distributed")
+LATER_MODES = ("distributed",)
 """The built-in modes that this version doesn't have yet."""
 
 LATER_OPTIONS = ("ssd_path", "ssd_capacity_bytes")
@@ -93,12 +93,16 @@ class Options:
     capacity_bytes: int | None = _option(
         None,
         Size(),
-        "pool memory of each worker",
-        default="a quarter of what the cgroup leaves free, split over the host's workers",
+        "pool memory of each worker; standalone: of the shared pool, should this engine have to make it",
+        default="a quarter of what the cgroup leaves free, split over the host's workers; standalone: none, "
+        "the pool must be there",
         excludes="total_capacity_bytes",
     )
     total_capacity_bytes: int | None = _option(
-        None, Size(), "pool memory of the engine, split over its workers", excludes="capacity_bytes"
+        None,
+        Size(),
+        "pool memory of the engine, split over its workers; standalone: as `capacity_bytes`",
+        excludes="capacity_bytes",
     )
     key_namespace: str | None = _option(
         None,

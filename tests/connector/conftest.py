@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,13 +71,33 @@ def options_of() -> Iterator[Callable[[IUMBPRuntime], dict[str, object]]]:
     scripted_runtime.TABLE.clear()
 
 
-@pytest.fixture(params=["reference", "embedded"])
-def make_pool(request: pytest.FixtureRequest) -> MakePool:
-    """Runtimes of one kind, each with room for so many objects a rank."""
+@pytest.fixture
+def shared_pool() -> Iterator[Callable[..., WatchedRuntime]]:
+    """Runtimes on pools in files. Calls with one name give engines that share the pool."""
+    standalone = pytest.importorskip("umbp.runtime.standalone", reason="the native core isn't built")
+    folder = Path(tempfile.mkdtemp(prefix="umbp-test-", dir="/dev/shm"))
+
+    def make(objects: int, name: str) -> WatchedRuntime:
+        path = standalone.pool_path(folder, name)
+        if not os.path.exists(path):
+            standalone.Pool.create(path, objects * 4096, slab_bytes=4096, min_object_bytes=512).close()
+        extra = {"mode": "standalone", "pool": name, "pool_dir": str(folder), "num_workers": 1}
+        return WatchedRuntime(standalone.StandaloneRuntime(parse_options(extra)))
+
+    yield make
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(params=["reference", "embedded", "standalone"])
+def make_pool(request: pytest.FixtureRequest, shared_pool: Callable[..., WatchedRuntime]) -> MakePool:
+    """Runtimes of one kind, each with room for so many objects: of each rank, or of all where they share."""
+    names = itertools.count()
 
     def make(objects: int = 1000) -> WatchedRuntime:
         if request.param == "reference":
             return WatchedRuntime(ReferenceRuntime(objects))
+        if request.param == "standalone":
+            return shared_pool(objects, f"p{next(names)}")
         embedded = pytest.importorskip("umbp.runtime.embedded", reason="the native core isn't built")
         options = parse_options({"capacity_bytes": objects * 4096, "num_workers": 1})
         return WatchedRuntime(embedded.EmbeddedRuntime(options))

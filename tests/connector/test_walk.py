@@ -38,11 +38,12 @@ class Walk:
         make_engine: Callable[..., ScriptedEngine],
         *,
         is_faulty: bool,
+        may_clear: bool = True,
     ) -> None:
         self.random = random = Random(seed)
         self.is_faulty = is_faulty
         self.is_slow = random.random() < 0.5
-        self.clears = random.random() < 0.4
+        self.clears = random.random() < 0.4 and may_clear
         self.clock = TickClock()
         self.capacity = random.choice([6, 24, 60, 1000])
         self.pool = make_pool(self.capacity)
@@ -79,13 +80,19 @@ class Walk:
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
-            self.clock.advance(self.random.choice([0.0, 0.3, 1.0]))
-            self.act()
-            self.engine.step()
+            self.step()
+        self.drain()
+        self.check()
+
+    def step(self) -> None:
+        self.clock.advance(self.random.choice([0.0, 0.3, 1.0]))
+        self.act()
+        self.engine.step()
+
+    def drain(self) -> None:
         self.clock.advance(10)
         self.engine.between = lambda: self.clock.advance(1)
         self.engine.drain(limit=2000)
-        self.check()
 
     def act(self) -> None:
         random = self.random
@@ -157,3 +164,30 @@ def test_any_order_of_events_leaves_every_byte_right_and_every_account_even(
     print(walk.engine.shape, f"slow={walk.is_slow}", f"capacity={walk.capacity}")
     walk.run(STEPS)
     print(walk.counts, walk.engine.stats.counters)
+
+
+@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + WALKS))
+def test_two_engines_on_one_pool_never_see_a_wrong_byte_of_each_other(
+    shared_pool: Any, make_engine: Any, seed: int
+) -> None:
+    print(f"SEED={seed} STEPS={STEPS}")
+    order = Random(seed)
+    capacity = order.choice([6, 24, 60, 1000])
+    walks = [
+        Walk(
+            seed + 1000 * number,
+            lambda _: shared_pool(capacity, "both"),
+            make_engine,
+            is_faulty=False,
+            may_clear=False,
+        )
+        for number in (1, 2)
+    ]
+    for walk in walks:
+        print(walk.engine.shape, f"slow={walk.is_slow}", f"capacity={capacity}")
+    for _ in range(2 * STEPS):
+        order.choice(walks).step()
+    for walk in walks:
+        walk.drain()
+    for walk in walks:
+        walk.check()

@@ -172,6 +172,11 @@ class Pool:
         return self.native.capacity_bytes
 
     @property
+    def slab_bytes(self) -> int:
+        """The unit in which size classes share the arena; no object with its trailer is larger."""
+        return self.native.slab_bytes
+
+    @property
     def max_bytes(self) -> int:
         """What the pool may grow to; address space is mapped for it, memory is not."""
         return self.native.max_bytes

@@ -36,7 +36,7 @@ class EmbeddedRuntime:
     )
 
     def __init__(self, options: Options) -> None:
-        _refuse_unbuilt(options)
+        refuse_unbuilt(options)
         check_node(options.dram_numa_node)
         self._options = options
 
@@ -174,7 +174,7 @@ def warn_of_few_blocks(pool: Pool, groups: GroupRuns) -> None:
         )
 
 
-def _refuse_unbuilt(options: Options) -> None:
+def refuse_unbuilt(options: Options) -> None:
     """A value without effect would be found out much later; say so at the start. (The parser refuses what
     isn't built at all.)
     """

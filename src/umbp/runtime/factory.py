@@ -18,7 +18,10 @@ from umbp.runtime.base import IUMBPRuntime, capabilities_of
 
 GROUP = "umbp.runtimes"
 
-BUILT_IN = {"embedded": ("umbp.runtime.embedded", "EmbeddedRuntime")}
+BUILT_IN = {
+    "embedded": ("umbp.runtime.embedded", "EmbeddedRuntime"),
+    "standalone": ("umbp.runtime.standalone", "StandaloneRuntime"),
+}
 """The built-in modes that this version has, by module and class."""
 
 

@@ -24,6 +24,7 @@ from umbp.data import (
     TransferJobState,
     TransferJobStatus,
 )
+from umbp.errors import SegmentError
 from umbp.options import Options
 from umbp.pool import Pool
 from umbp.runtime.base import HandshakeExtra
@@ -145,11 +146,16 @@ class PoolWorkerHandle:
         note.is_published = True
         if note.mover is None:
             return
-        if job.status is TransferJobStatus.CANCELLED:
-            note.mover.abandon(note.keys)
-        elif lost := note.mover.publish(note.keys):
+        try:
+            if job.status is TransferJobStatus.CANCELLED:
+                note.mover.abandon(note.keys)
+                return
+            lost, reason = note.mover.publish(note.keys), "cleared before it was published"
+        except SegmentError as error:  # the pool has been left, as it was replaced
+            lost, reason = sorted(job.completed_keys), str(error)
+        if lost:
             job.completed_keys.difference_update(lost)
-            job.fail(lost, "cleared before it was published")
+            job.fail(lost, reason)
 
     def usage(self) -> Mapping[str, float]:
         if self._groups is None or self._is_closed or not self._counts_usage:

@@ -1,0 +1,362 @@
+"""One pool in a file for all engines of a node: who makes it, who finds it, and what happens when it goes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from umbp.data import KVLayoutDescriptor, RankTopology, UMBPNamespace
+from umbp.errors import ConfigError, SegmentError, UMBPError
+from umbp.options import parse_options
+from umbp.pool import Pool
+from umbp.pool.sharing import pool_path
+from umbp.runtime import named_pool
+from umbp.runtime.base import SupportsAttach, SupportsHold, SupportsRawHold, SupportsUsage
+from umbp.runtime.standalone import StandaloneRuntime
+from umbp.testing.clock import TickClock
+from umbp.testing.rig import RankRig, Rig, Shape, hashes
+
+SHAPE = Shape(layers=2, blocks=32, block_bytes=2048)
+OBJECT_BYTES = SHAPE.layers * SHAPE.block_bytes
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="umbp-test-", dir="/dev/shm"))
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> TickClock:
+    """The clock by which files are looked for again."""
+    ticks = TickClock()
+    monkeypatch.setattr(named_pool.NamedPool, "CLOCK", staticmethod(lambda: ticks.now_s))
+    return ticks
+
+
+def standalone(folder: Path, **options: object) -> StandaloneRuntime:
+    extra: dict[str, object] = {"mode": "standalone", "pool": "p", "pool_dir": str(folder)}
+    return StandaloneRuntime(parse_options(extra | {"capacity_bytes": "8MiB"} | options))
+
+
+def rig_on(folder: Path, namespace: str = "model", tp_size: int = 1, **options: object) -> Rig:
+    return Rig(standalone(folder, **options), namespace, tp_size, SHAPE)
+
+
+def put(rig: Rig, count: int, salt: str = "") -> list[str]:
+    """Store so many blocks on all ranks; their keys."""
+    chain = hashes(count, salt)
+    for rank in rig.ranks:
+        job = rank.worker.wait(rank.worker.store(rank.store_plans("batch", chain, range(count))))
+        assert job.completed_keys == set(rank.keys(chain))
+        rank.worker.publish(job)
+    return rig.keys(chain)
+
+
+def found(rig: Rig, keys: list[str]) -> int:
+    return sum(rig.scheduler.lookup(keys))
+
+
+def test_what_one_engine_stored_another_finds_and_loads_byte_for_byte(folder: Path) -> None:
+    one = rig_on(folder)
+    keys = put(one, 6)
+    content = [one.ranks[0].read(block) for block in range(6)]
+    other = rig_on(folder)
+    assert found(other, keys) == 6
+    (rank,) = other.ranks
+    rank.scrub(range(6))
+    job = rank.worker.wait(rank.worker.load(rank.load_plans("batch", hashes(6), range(6))))
+    assert job.completed_keys == set(keys)
+    assert [rank.read(block) for block in range(6)] == content
+    one.close()
+    assert found(other, keys) == 6, "what an engine stored stays when it goes"
+    other.close()
+    third = rig_on(folder)
+    assert found(third, keys) == 6, "also when all have gone"
+    third.close()
+
+
+def test_engines_of_different_namespaces_see_nothing_of_each_other(folder: Path) -> None:
+    one, other = rig_on(folder, "one"), rig_on(folder, "other")
+    ours, theirs = put(one, 3), put(other, 3)
+    assert found(one, theirs) == found(other, ours) == 0
+    assert one.scheduler.clear()
+    assert found(one, ours) == 0
+    assert found(other, theirs) == 3
+    one.close()
+    other.close()
+
+
+def test_a_block_that_another_engine_is_just_storing_is_no_failure(folder: Path) -> None:
+    one, other = rig_on(folder), rig_on(folder)
+    chain = hashes(4)
+    (first,), (second,) = one.ranks, other.ranks
+    early = first.worker.wait(first.worker.store(first.store_plans("batch", chain[:2], range(2))))
+    late = second.worker.wait(second.worker.store(second.store_plans("batch", chain, range(4))))
+    assert late.completed_keys == set(second.keys(chain))
+    assert late.completed_bytes == 2 * OBJECT_BYTES, "only what nobody else stores is copied"
+    second.worker.publish(late)
+    first.worker.publish(early)
+    assert found(one, one.keys(chain)) == 4
+    one.close()
+    other.close()
+
+
+# Who makes it
+
+
+def test_without_a_pool_and_without_a_size_the_start_says_what_to_type(folder: Path) -> None:
+    extra = {"mode": "standalone", "pool": "p", "pool_dir": str(folder)}
+    runtime = StandaloneRuntime(parse_options(extra))
+    with pytest.raises(ConfigError, match=rf"umbp pool create p --dir {folder} --size"):
+        Rig(runtime, "model", 1, SHAPE)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_is_named(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pool_dir.*nowhere"):
+        rig_on(folder / "nowhere")
+
+
+def test_a_pool_of_another_size_holds_and_is_said_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig_on(folder).close()
+    with caplog.at_level(logging.WARNING, "vllm.umbp"):
+        rig = rig_on(folder, capacity_bytes="32MiB")
+    (line,) = [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
+    assert "8 MiB" in line
+    assert "32 MiB" in line
+    assert "umbp pool resize" in line
+    rig.close()
+
+
+def test_what_a_pool_is_made_with_can_not_be_chosen_any_more_and_that_is_said(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.umbp"):
+        rig_on(folder, dram_high_watermark=0.9, dram_use_hugepages=False).close()
+        assert not [record for record in caplog.records if "there already" in record.getMessage()]
+        rig_on(folder, dram_high_watermark=0.9, dram_use_hugepages=False).close()
+    (line,) = [record.getMessage() for record in caplog.records if "there already" in record.getMessage()]
+    assert "'dram_high_watermark', 'dram_use_hugepages'" in line
+
+
+def test_a_pool_whose_slabs_are_too_small_for_a_block_is_refused_in_a_sentence(folder: Path) -> None:
+    Pool.create(pool_path(folder, "p"), 1 << 20, slab_bytes=4096, min_object_bytes=1024).close()
+    with pytest.raises(SegmentError, match="--slab-size 8192"):
+        rig_on(folder)
+
+
+def test_something_else_under_the_pools_name_is_refused_and_left_alone(folder: Path) -> None:
+    path = Path(pool_path(folder, "p"))
+    path.write_bytes(b"somebody's notes" * 1000)
+    with pytest.raises(SegmentError, match="isn't a UMBP pool"):
+        rig_on(folder)
+    assert path.read_bytes() == b"somebody's notes" * 1000
+
+
+def _start_at_once(folder: str, barrier: Any, answers: Any) -> None:
+    barrier.wait()
+    try:
+        rig = rig_on(Path(folder))
+        answers.put((put(rig, 2, "common"), ""))
+    except UMBPError as error:
+        answers.put(([], str(error)))
+    barrier.wait()
+
+
+def test_of_engines_that_start_at_once_one_makes_the_pool_and_all_use_it(folder: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier, answers = context.Barrier(5), context.Queue()
+    engines = [context.Process(target=_start_at_once, args=(str(folder), barrier, answers)) for _ in range(4)]
+    for engine in engines:
+        engine.start()
+    barrier.wait(60)
+    told = [answers.get(timeout=60) for _ in engines]
+    assert [error for _, error in told] == [""] * 4
+    with Pool.attach(pool_path(folder, "p")) as pool:
+        assert pool.stats()["processes"] == 5
+        assert pool.stats()["objects"] == 2
+    barrier.wait(60)
+    for engine in engines:
+        engine.join(60)
+        assert engine.exitcode == 0
+    assert [path.name for path in folder.iterdir()] == ["umbp-p"], "nothing else is left"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"boot_id": "x"}, "another host"), ({"path": "/dev/shm/other"}, "same options")]
+)
+def test_a_worker_on_another_host_or_pool_stops_the_start(
+    folder: Path, change: dict[str, str], message: str
+) -> None:
+    rig = rig_on(folder)
+    extra = {**cast(Any, rig.ranks[0].worker).handshake_extra(), **change}
+    with pytest.raises(SegmentError, match=message):
+        cast(SupportsAttach, rig.new_scheduler(bind=False)).bind_workers({(0, 0, 0, 0): extra})
+    rig.close()
+
+
+# What ranks hold alike
+
+
+def replicated_rig(folder: Path, tp_size: int, replicas: int) -> tuple[list[RankRig], Any]:
+    """An engine whose ranks hold the same bytes, `replicas` of them at a time."""
+    runtime, namespace = standalone(folder), UMBPNamespace("mla")
+    ranks = []
+    for number in range(tp_size):
+        topology = RankTopology(tp_rank=number, tp_size=tp_size)
+        rank = RankRig(_Replicated(runtime, replicas), namespace, topology, SHAPE)
+        rank.use_memory(SHAPE.memory(seed=number // replicas))
+        ranks.append(rank)
+    topology = RankTopology(tp_size=tp_size)
+    layout = KVLayoutDescriptor((), topology, kv_tp_replicas=replicas)
+    scheduler: Any = runtime.create_scheduler_handle(namespace, topology, layout)
+    scheduler.bind_workers(
+        {rank.topology.local_namespace: cast(Any, rank.worker).handshake_extra() for rank in ranks}
+    )
+    return ranks, scheduler
+
+
+class _Replicated:
+    """Makes workers whose layout says how many ranks hold the same."""
+
+    def __init__(self, runtime: StandaloneRuntime, replicas: int) -> None:
+        self._runtime = runtime
+        self._replicas = replicas
+
+    def create_worker_handle(
+        self, namespace: UMBPNamespace, topology: RankTopology, layout: KVLayoutDescriptor
+    ) -> Any:
+        told = KVLayoutDescriptor(layout.regions, topology, kv_tp_replicas=self._replicas)
+        return self._runtime.create_worker_handle(namespace, topology, told)
+
+    def create_scheduler_handle(self, *arguments: Any) -> Any:
+        return self._runtime.create_scheduler_handle(*arguments)
+
+
+@pytest.mark.parametrize(("tp_size", "replicas"), [(2, 2), (4, 2), (4, 4)])
+def test_what_ranks_hold_alike_is_stored_once_and_restored_on_all(
+    folder: Path, tp_size: int, replicas: int
+) -> None:
+    ranks, scheduler = replicated_rig(folder, tp_size, replicas)
+    chain = hashes(5)
+    content = [rank.read(3) for rank in ranks]
+    for rank in ranks:
+        job = rank.worker.wait(rank.worker.store(rank.store_plans("batch", chain, range(5))))
+        assert job.completed_keys == set(rank.keys(chain))
+        rank.worker.publish(job)
+    with Pool.attach(pool_path(folder, "p")) as pool:
+        assert pool.stats()["objects"] == 5 * tp_size // replicas
+    keys = [key for rank in ranks for key in rank.keys(chain)]
+    assert all(scheduler.lookup(keys))
+    assert scheduler.lookup_raw(0, chain) == 5
+    assert cast(SupportsRawHold, scheduler).hold_raw("r", 0, chain) == 5
+    assert cast(SupportsHold, scheduler).hold("s", keys) == len(keys)
+    cast(SupportsHold, scheduler).unhold("r")
+    cast(SupportsHold, scheduler).unhold("s")
+    for rank, before in zip(ranks, content, strict=True):
+        rank.scrub(range(5))
+        job = rank.worker.wait(rank.worker.load(rank.load_plans("batch", chain, range(5))))
+        assert job.completed_keys == set(rank.keys(chain))
+        assert rank.read(3) == before
+    scheduler.close()
+    for rank in ranks:
+        rank.worker.close()
+
+
+def test_only_one_rank_reports_the_shared_pools_use(folder: Path) -> None:
+    rig = rig_on(folder, tp_size=2)
+    put(rig, 3)
+    usages = [cast(SupportsUsage, rank.worker).usage() for rank in rig.ranks]
+    assert [usage.get("pool_objects") for usage in usages] == [6.0, None]
+    rig.close()
+
+
+# What happens when it goes
+
+
+@pytest.mark.parametrize("by", ["destroy", "unlink"])
+def test_a_pool_that_goes_is_missed_and_one_that_comes_is_used(
+    folder: Path, by: str, clock: TickClock
+) -> None:
+    rig = rig_on(folder)
+    keys = put(rig, 4)
+    held = cast(SupportsHold, rig.scheduler).hold("r", keys)
+    assert held == 4
+    (rank,) = rig.ranks
+    unpublished = rank.worker.wait(rank.worker.store(rank.store_plans("batch", hashes(2, "late"), [0, 1])))
+    path = Path(pool_path(folder, "p"))
+    if by == "destroy":
+        with Pool.attach(path) as pool:
+            pool.destroy()
+    else:
+        path.unlink()
+        clock.advance(named_pool.LOOK_AGAIN_S)
+    assert not path.exists()
+    assert found(rig, keys) == 0
+    assert cast(SupportsHold, rig.scheduler).hold("s", keys) == 0
+    job = rank.worker.wait(rank.worker.load(rank.load_plans("batch", hashes(4), range(4))))
+    assert job.failed_keys == set(keys)
+    job = rank.worker.wait(rank.worker.store(rank.store_plans("batch", hashes(4), range(4))))
+    assert job.failed_keys == set(keys)
+    rank.worker.publish(unpublished)
+    cast(SupportsHold, rig.scheduler).unhold("r")
+
+    Pool.create(path, 4 << 20, slab_bytes=64 << 10, min_object_bytes=1024).close()
+    clock.advance(named_pool.LOOK_AGAIN_S)
+    assert found(rig, keys) == 0
+    assert found(rig, put(rig, 4)) == 4
+    with Pool.attach(path) as pool:
+        pool.audit()
+        assert pool.stats()["pinned"] == 0
+        assert pool.stats()["objects"] == 4
+    rig.close()
+
+
+def test_a_pool_that_comes_back_too_small_for_a_block_is_not_used(folder: Path, clock: TickClock) -> None:
+    rig = rig_on(folder)
+    path = Path(pool_path(folder, "p"))
+    path.unlink()
+    Pool.create(path, 1 << 20, slab_bytes=4096, min_object_bytes=1024).close()
+    clock.advance(named_pool.LOOK_AGAIN_S)
+    (rank,) = rig.ranks
+    job = rank.worker.wait(rank.worker.store(rank.store_plans("batch", hashes(2), range(2))))
+    assert job.failed_keys == job.keys
+    rig.close()
+
+
+# Quotas
+
+
+def test_an_engine_fills_no_more_than_its_quota_and_takes_nothing_of_others(folder: Path) -> None:
+    other = rig_on(folder, "other")
+    theirs = put(other, 20)
+    greedy = rig_on(folder, "greedy", namespace_quota=0.25)
+    for number in range(60):
+        put(greedy, 16, f"batch {number}")
+    assert found(other, theirs) == 20
+    with Pool.attach(pool_path(folder, "p")) as pool:
+        (entry,) = [ns for ns in pool.namespaces() if ns.name == "greedy"]
+        assert entry.used_bytes <= pool.capacity_bytes // 4
+        assert entry.used_bytes > pool.capacity_bytes // 8
+    greedy.close()
+    other.close()
+
+
+def test_the_options_reach_the_pool_as_json_gives_them(folder: Path) -> None:
+    extra = {"mode": "standalone", "pool": "p", "pool_dir": str(folder), "total_capacity_bytes": "2MiB"}
+    rig = Rig(StandaloneRuntime(parse_options(json.loads(json.dumps(extra)))), "model", 1, SHAPE)
+    with Pool.attach(pool_path(folder, "p")) as pool:
+        assert pool.capacity_bytes == 2 << 20
+    rig.close()
