@@ -144,7 +144,7 @@ u64 Reservation::over_watermark(const Need& need) const {
   if (s_.high_ppm() >= 1000000) return 0;
   const unsigned __int128 capacity = s_.capacity_bytes();
   const u64 after = s_.header().used_bytes + need.count * need.slot_bytes -
-                    std::min(need.own * need.slot_bytes, s_.header().used_bytes);
+                    std::min<u64>(need.own * need.slot_bytes, s_.header().used_bytes);
   if (after <= u64(capacity * s_.high_ppm() / 1000000)) return 0;
   const u64 low = u64(capacity * s_.low_ppm() / 1000000);
   if (after <= low) return 0;
