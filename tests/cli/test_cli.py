@@ -307,3 +307,22 @@ def test_the_doctor_ends_with_exit_code_1_where_something_is_wrong() -> None:
     assert result.stderr == ""
     assert "vLLM finds" not in result.stdout
     assert "Not as it should be: 2 of" in result.stdout
+
+
+def test_the_doctor_tries_huge_pages_and_memory_nodes_on_a_pool() -> None:
+    from thp import without_huge_pages
+
+    from umbp.cli.checks import check_host
+    from umbp.pool import MemoryPolicy, Pool
+
+    policy = MemoryPolicy(hugepages=True)
+    with Pool.create_memfd(8 << 20, slab_bytes=1 << 20, min_object_bytes=4096, memory=policy) as pool:
+        assert pool.memory is not None
+        has_them = pool.memory.huge_bytes > 0
+    found = {check.name: check.text for check in check_host()}
+    assert found["huge pages"].endswith("a pool gets them (tried)") == has_them
+    assert "memory nodes" in found
+    with without_huge_pages():
+        refused = {check.name: check for check in check_host()}
+    assert refused["huge pages"].state == "note"
+    assert "a pool gets none" in refused["huge pages"].text

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import umbp
-from umbp.errors import ConfigError
+from umbp.errors import ConfigError, UMBPError
 from umbp.kinds import format_size, nearest, shown
 from umbp.options import OPTIONS, Options, parse_options
 
@@ -84,12 +84,8 @@ def check_native() -> Iterator[Check]:
 def check_host() -> Iterator[Check]:
     """Processors, memory nodes, huge pages and the RAM file system; none of them is ever wrong."""
     usable = len(os.sched_getaffinity(0))
-    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
-    yield Check("processors", "ok", f"{usable} usable, {_counted(nodes, 'memory node')}")
-    huge = Path("/sys/kernel/mm/transparent_hugepage")
-    states = {name: _chosen(huge / name) for name in ("enabled", "shmem_enabled")}
-    text = f"transparent: {states['enabled']}, for shared memory: {states['shmem_enabled']}"
-    yield Check("huge pages", "note" if states["enabled"] in ("never", "unknown") else "ok", text)
+    yield Check("processors", "ok", f"{_counted(usable, 'processor')} usable")
+    yield from _check_pool_memory()
     ram_fs = Path("/dev/shm")
     if not ram_fs.is_dir():
         yield Check("RAM file system", "note", "no /dev/shm; standalone pools need pool_dir")
@@ -97,6 +93,38 @@ def check_host() -> Iterator[Check]:
     usage = shutil.disk_usage(ram_fs)
     text = f"/dev/shm: {format_size(usage.free)} of {format_size(usage.total)} free"
     yield Check("RAM file system", "ok", text)
+
+
+def _check_pool_memory() -> Iterator[Check]:
+    """Huge pages and memory nodes, tried out on a pool of a few MiB: settings alone don't tell."""
+    huge = Path("/sys/kernel/mm/transparent_hugepage")
+    settings = ", for shared memory: ".join(_chosen(huge / name) for name in ("enabled", "shmem_enabled"))
+    try:
+        from umbp.pool import MemoryPolicy, Pool
+        from umbp.pool.memory import memory_nodes, own_node
+
+        nodes = sorted(memory_nodes())
+        policy = MemoryPolicy(hugepages=True, numa_node=nodes[0] if nodes else -1)
+        with Pool.create_memfd(8 << 20, slab_bytes=1 << 20, min_object_bytes=4096, memory=policy) as pool:
+            report = pool.memory
+    except (ImportError, UMBPError) as error:
+        yield Check("huge pages", "note", f"transparent: {settings}; can't be tried ({error})")
+        return
+    if report is None or report.huge_bytes == 0:
+        reason = "" if report is None else f" ({report.huge_reason})"
+        yield Check("huge pages", "note", f"transparent: {settings}; a pool gets none{reason}")
+    else:
+        yield Check("huge pages", "ok", f"transparent: {settings}; a pool gets them (tried)")
+    if not nodes:
+        yield Check("memory nodes", "ok", "the kernel tells of none")
+        return
+    text, own = ", ".join(map(str, nodes)), own_node()
+    text += "" if own is None else f"; of this process's processors: {own}"
+    if report is not None and report.node_reason:
+        text += f"; a pool can't be put on one of them ({report.node_reason})"
+        yield Check("memory nodes", "note" if len(nodes) > 1 else "ok", text)
+    else:
+        yield Check("memory nodes", "ok", text)
 
 
 def check_memory(options: Options | None) -> Iterator[Check]:
