@@ -12,6 +12,7 @@ from umbp.errors import ConfigError
 from umbp.options import parse_options
 from umbp.pool.memory import memory_nodes
 from umbp.runtime.embedded import EmbeddedRuntime
+from umbp.runtime.factory import create_runtime
 from umbp.runtime.pool_memory import progress_log
 from umbp.testing.clock import TickClock
 from umbp.testing.tensors import FakeTensor
@@ -56,9 +57,11 @@ def test_what_can_be_had_is_said_without_a_warning(
     assert any("mapped the pool's pages in" in line for line in lines) == ("dram_prefault" in extra)
 
 
-def test_a_node_that_is_not_there_stops_the_start_before_anything_is_made() -> None:
+@pytest.mark.parametrize("extra", [{"mode": "embedded"}, {"mode": "standalone", "pool": "p"}])
+def test_a_node_that_is_not_there_stops_the_start_before_anything_is_made(extra: dict[str, object]) -> None:
+    options = parse_options({"capacity_bytes": "16MiB", "dram_numa_node": 1023, **extra})
     with pytest.raises(ConfigError, match="names memory node 1023"):
-        EmbeddedRuntime(parse_options({"capacity_bytes": "16MiB", "dram_numa_node": 1023}))
+        create_runtime(options)
 
 
 def test_progress_is_said_now_and_then(caplog: pytest.LogCaptureFixture) -> None:

@@ -173,7 +173,8 @@ class Pool:
 
     @property
     def slab_bytes(self) -> int:
-        """The unit in which size classes share the arena; no object with its trailer is larger."""
+        """The unit in which size classes share the arena; no object with its trailer is larger, or lies
+        across the edge of two."""
         return self.native.slab_bytes
 
     @property

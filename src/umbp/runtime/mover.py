@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from umbp.data import TensorLike
 from umbp.errors import ConfigError
 from umbp.pool import CopyStatus, Outcome, Pool, slot_bytes
 from umbp.runtime.moves import Move
-from umbp.transfer import CopyEngine
-from umbp.transfer.staged import StagedEngine
-
-if TYPE_CHECKING:
-    import torch
+from umbp.transfer import Engine
 
 logger = logging.getLogger("vllm.umbp")
 
 PUBLISH_TRIES = 5
 """How often a publish asks a busy lock again before its objects are given up."""
-
-Engine: TypeAlias = CopyEngine | StagedEngine
 
 SLAB_BYTES = 16 << 20
 SLABS_AT_LEAST = 64
@@ -188,18 +180,6 @@ class Moved:
         """Bytes that were copied for each plan; a key's second plan counts nothing."""
         left = dict(self.copied_bytes)
         return [left.pop(key, 0) for key in keys]
-
-
-def engine_for(kv_caches: Mapping[str, TensorLike], threads: int) -> Engine:
-    """Direct copies for KV in host memory, staged ones for KV on a device."""
-    devices = {str(getattr(tensor, "device", "cpu")).partition(":")[0] for tensor in kv_caches.values()}
-    if devices == {"cpu"}:
-        return CopyEngine(threads)
-    if len(devices) > 1:
-        raise ValueError(
-            f"KV caches on several kinds of device can't be copied: {', '.join(sorted(devices))}"
-        )
-    return StagedEngine(cast("Mapping[str, torch.Tensor]", kv_caches), threads)
 
 
 def pool_geometry(capacity_bytes: int, object_sizes: Sequence[int]) -> tuple[int, int]:

@@ -28,8 +28,9 @@ from umbp.errors import SegmentError
 from umbp.options import Options
 from umbp.pool import Pool
 from umbp.runtime.base import HandshakeExtra
-from umbp.runtime.mover import Engine, Moved, ObjectMover, engine_for
+from umbp.runtime.mover import Moved, ObjectMover
 from umbp.runtime.moves import GroupRuns, Move
+from umbp.transfer import Engine, engine_for
 
 logger = logging.getLogger("vllm.umbp")
 
@@ -84,15 +85,18 @@ class PoolWorkerHandle:
         *,
         shared_codec: BlockIdentityCodec | None = None,
         counts_usage: bool = True,
+        make_engine: Callable[[Mapping[str, TensorLike], int], Engine] = engine_for,
     ) -> None:
         """`shared_codec` gives the keys under which several ranks keep one and the same object;
-        `counts_usage` is false where another handle reports the same pool.
+        `counts_usage` is false where another handle reports the same pool; `make_engine` takes the KV caches
+        and a number of threads.
         """
         self._options = options
         self._layout = layout
         self._keeper = keeper
         self._shared_codec = shared_codec
         self._counts_usage = counts_usage
+        self._make_engine = make_engine
         self._groups: GroupRuns | None = None
         self._engine: Engine | None = None
         self._mover: ObjectMover | None = None
@@ -107,12 +111,14 @@ class PoolWorkerHandle:
             self._keeper.open(groups)
         elif groups.object_sizes != self._groups.object_sizes:
             raise ValueError("the new KV caches have blocks of another size than those registered first")
-        before, self._engine = self._engine, engine_for(kv_caches, self._options.num_workers)
+        before, self._engine = self._engine, self._make_engine(kv_caches, self._options.num_workers)
         self._groups = groups
         if self._mover is not None:
             self._mover.use(self._engine)
         if before is not None:
             before.close()
+        if (found := self._keeper.current()) is not None:
+            self._engine.prepare(found[0])
 
     def handshake_extra(self) -> HandshakeExtra:
         if self._groups is None:
@@ -224,20 +230,21 @@ class PoolWorkerHandle:
             return None
         found = self._keeper.current()
         if self._mover is not None and (found is None or found[0] is not self._mover.pool):
-            self._retire(self._mover)
+            self._retire(self._mover, self._engine)
             self._mover = None
         if self._mover is None and found is not None:
             pool, namespace_id = found
             self._mover = ObjectMover(pool, namespace_id, self._engine, self._options.verify == "always")
         return self._mover
 
-    def _retire(self, mover: ObjectMover) -> None:
+    def _retire(self, mover: ObjectMover, engine: Engine) -> None:
         """Leave a pool that has been replaced once its last job has ended."""
         loads_ended = self._loader.submit(lambda: None)
 
         def leave() -> None:
             loads_ended.result()
             mover.close()
+            engine.leave(mover.pool)
             mover.pool.close()
 
         self._storer.submit(leave)

@@ -21,6 +21,7 @@ from umbp.kinds import format_size
 from umbp.options import Options
 from umbp.pool import Pool, slot_bytes
 from umbp.pool.handle import boot_id
+from umbp.pool.memory import check_node
 from umbp.pool.sharing import pool_path
 from umbp.runtime.base import Capabilities, HandshakeExtra
 from umbp.runtime.embedded import (
@@ -60,6 +61,7 @@ class StandaloneRuntime:
 
     def __init__(self, options: Options) -> None:
         refuse_unbuilt(options)
+        check_node(options.dram_numa_node)
         assert options.pool is not None, "the options require a name in this mode"
         self._options = options
         self._path = pool_path(options.pool_dir, options.pool)

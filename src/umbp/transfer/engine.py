@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +10,48 @@ import numpy.typing as npt
 from umbp import _native
 from umbp.pool.pool import Pool
 from umbp.transfer.runs import BlockRuns
+
+
+class Engine(Protocol):
+    """What moves blocks between a kind of engine memory and pools. One thread may load while another
+    stores."""
+
+    def prepare(self, pool: Pool) -> None:
+        """The pool will be copied from and to: do now what would take long then."""
+        ...
+
+    def leave(self, pool: Pool) -> None:
+        """The pool is about to be closed; no copy of it runs."""
+        ...
+
+    def fence(self) -> Any:
+        """Taken when a transfer is asked for, on the thread that launches the model; goes into the call. What
+        has been launched before it is done before bytes move."""
+        ...
+
+    def store(
+        self,
+        runs: BlockRuns,
+        block_ids: npt.ArrayLike,
+        pool: Pool,
+        tickets: npt.ArrayLike,
+        *,
+        checksum: bool = False,
+        fence: Any = None,
+    ) -> npt.NDArray[np.uint8]: ...
+
+    def load(
+        self,
+        runs: BlockRuns,
+        block_ids: npt.ArrayLike,
+        pool: Pool,
+        tickets: npt.ArrayLike,
+        *,
+        checksum: bool = False,
+        fence: Any = None,
+    ) -> npt.NDArray[np.uint8]: ...
+
+    def close(self) -> None: ...
 
 
 class CopyEngine:
@@ -37,6 +79,12 @@ class CopyEngine:
     @property
     def threads(self) -> int:
         return self._native.threads
+
+    def prepare(self, pool: Pool) -> None:
+        """Host memory needs no preparation."""
+
+    def leave(self, pool: Pool) -> None:
+        """Nothing of a pool is kept."""
 
     def fence(self) -> None:
         """Host memory has no streams: what a caller sees finished is finished."""

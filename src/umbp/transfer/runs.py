@@ -72,6 +72,26 @@ class BlockRuns:
         return np.stack([self.base_address, last + self.run_bytes], axis=1)
 
 
+def merged_columns(
+    runs: BlockRuns,
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """Base address, block stride, bytes and object offset of the fewest runs that move the same bytes: runs
+    that follow each other in engine memory and in the object, in every block, are one."""
+    base, stride, length, offset = (
+        runs.base_address,
+        runs.block_stride,
+        runs.run_bytes,
+        runs.object_offset,
+    )
+    follows = (
+        (base[:-1] + length[:-1] == base[1:])
+        & (offset[:-1] + length[:-1] == offset[1:])
+        & ((stride[:-1] == stride[1:]) | (runs.block_count == 1))
+    )
+    first = np.flatnonzero(np.concatenate([[True], ~follows]))
+    return base[first], stride[first], np.add.reduceat(length, first), offset[first]
+
+
 def derive_runs(kv_caches: Mapping[str, KVTensor], block_count: int) -> BlockRuns:
     """The runs of the layers of one group, in the mapping's order; ConfigError names the layer that can't
     be expressed."""

@@ -53,6 +53,12 @@ class StagedEngine:
         self._streams = {"load": _Stream(self._device), "store": _Stream(self._device)}
         self._staging: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    def prepare(self, pool: Pool) -> None:
+        """Staging memory is pinned; the pool needs not be."""
+
+    def leave(self, pool: Pool) -> None:
+        """Nothing of a pool is kept."""
+
     def fence(self) -> Any:
         """What the compute stream has been given up to now."""
         return self._streams["load"].event()
@@ -68,7 +74,8 @@ class StagedEngine:
         fence: Any = None,
     ) -> npt.NDArray[np.uint8]:
         """As `CopyEngine.store`."""
-        blocks, held, statuses = _checked(runs, block_ids, tickets)
+        blocks, held = _columns(block_ids, tickets)
+        statuses, _ = self._host.open_stores(runs, blocks, pool, held)
         stream = self._streams["store"]
         for rows, host, device in self._portions("store", runs, statuses):
             with stream.after(fence):
@@ -93,7 +100,8 @@ class StagedEngine:
         fence: Any = None,
     ) -> npt.NDArray[np.uint8]:
         """As `CopyEngine.load`."""
-        blocks, held, statuses = _checked(runs, block_ids, tickets)
+        blocks, held = _columns(block_ids, tickets)
+        statuses, _ = self._host.open_loads(runs, blocks, pool, held)
         stream = self._streams["load"]
         for rows, host, device in self._portions("load", runs, statuses):
             statuses[rows] = self._host.load(
@@ -210,12 +218,7 @@ def _staged(host: torch.Tensor) -> BlockRuns:
     return BlockRuns.from_columns([host.data_ptr()], [size], [size], [0], count)
 
 
-def _checked(
-    runs: BlockRuns, block_ids: npt.ArrayLike, tickets: npt.ArrayLike
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
-    blocks = np.ascontiguousarray(block_ids, dtype=np.int64)
-    held = np.ascontiguousarray(tickets, dtype=np.uint64)
-    if blocks.shape != held.shape:
-        raise ValueError(f"{len(blocks)} blocks and {len(held)} tickets; they must be as many")
-    outside = (blocks < 0) | (blocks >= runs.block_count)
-    return blocks, held, np.where(outside, CopyStatus.BAD_BLOCK, CopyStatus.OK).astype(np.uint8)
+def _columns(
+    block_ids: npt.ArrayLike, tickets: npt.ArrayLike
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+    return np.ascontiguousarray(block_ids, dtype=np.int64), np.ascontiguousarray(tickets, dtype=np.uint64)
