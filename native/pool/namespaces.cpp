@@ -48,9 +48,9 @@ static void require_namespace(Segment& s, u32 ns) {
     throw ConfigError("no such namespace in this pool");
 }
 
-std::vector<NamespaceInfo> Pool::namespaces() const {
+std::vector<NamespaceReport> Pool::namespaces() const {
   auto s = segment();
-  std::vector<NamespaceInfo> found;
+  std::vector<NamespaceReport> found;
   for (u32 i = 0; i < kNamespaceLimit; i++) {
     const Namespace& ns = s->ns(i);
     const u32 epoch = ns.epoch.load(std::memory_order_acquire);

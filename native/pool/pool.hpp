@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "pool/inspect.hpp"
 #include "pool/lock.hpp"
 #include "pool/resize.hpp"
 #include "pool/segment.hpp"
@@ -40,12 +41,6 @@ struct Stats {
       slab_moves, cleared, acquired_hits, acquired_misses, removed_total, pinned, pinned_here, deferred_here;
 };
 
-struct NamespaceInfo {
-  std::string name;  // of a long one the head
-  u32 id, epoch;
-  u64 used_bytes, quota_bytes, objects;
-};
-
 class Pool {
  public:
   static constexpr std::size_t kBatch = 256;
@@ -65,7 +60,7 @@ class Pool {
   std::optional<u64> removed_since(u64 cursor,
                                    std::vector<Digest>& removed) const;  // the new cursor; none: lost
   u64 removed_head() const;
-  std::vector<NamespaceInfo> namespaces() const;
+  std::vector<NamespaceReport> namespaces() const;
   bool is_destroyed() const;
   // Destroyed, or its path leads elsewhere by now; asks the file system once in `interval_ns` at most.
   bool is_replaced(u64 interval_ns) const;

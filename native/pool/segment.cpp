@@ -3,7 +3,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
-#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
@@ -11,33 +10,15 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstring>
-#include <map>
 #include <system_error>
 #include <utility>
 
 #include "pool/liveness.hpp"
 #include "pool/reap.hpp"
+#include "pool/registry.hpp"
 
 namespace umbp {
-
-// Every attachment of this process. Held throughout attach and detach: a descriptor closed beside a living
-// attachment of the same file would drop its byte lock.
-struct Registry {
-  std::mutex mutex;
-  std::condition_variable detached;
-  std::map<FileId, std::weak_ptr<Segment>> segments;
-
-  static Registry& get() {
-    static Registry* registry =
-        new Registry;  // outlives static destruction: attachments may be closed at exit
-    return *registry;
-  }
-  std::shared_ptr<Segment> adopt(int fd, const Header& header, FileId id, std::string name,
-                                 std::string path = {});
-  static void detach(Segment* segment, FileId id);
-};
 
 static std::atomic<u64> forks{0};
 
@@ -57,23 +38,6 @@ u64 fork_epoch() {
   static const bool is_watching = watch_forks();
   return is_watching ? forks.load(std::memory_order_relaxed) : 0;
 }
-
-static FileId id_of(const struct stat& info) {
-  return {u64(info.st_dev), u64(info.st_ino)};
-}
-
-static std::string reason() {
-  return std::strerror(errno);
-}
-
-struct Descriptor {
-  int fd;
-  explicit Descriptor(int value) : fd(value) {}
-  ~Descriptor() {
-    if (fd >= 0) close(fd);
-  }
-  int give() { return std::exchange(fd, -1); }
-};
 
 void Segment::damaged() {
   throw SegmentError("the pool is damaged: an index in it lies outside its tables");
@@ -185,12 +149,6 @@ static void write_header(int fd, const Geometry& geometry, const CreateParameter
   header.state = u32(SegmentState::ready);
   if (pwrite(fd, bytes, sizeof bytes, 0) != ssize_t(sizeof bytes))
     throw SegmentError("the pool's header can't be written: " + reason());
-}
-
-static struct stat stat_of(int fd) {
-  struct stat info;
-  if (fstat(fd, &info) != 0) throw SegmentError("the pool's file can't be examined: " + reason());
-  return info;
 }
 
 // The slabs beyond the capacity get no memory and say so.
@@ -380,14 +338,9 @@ std::shared_ptr<Segment> Segment::attach(const std::string& path) {
   Registry& registry = Registry::get();
   std::unique_lock<std::mutex> guard(registry.mutex);
   struct stat info;
-  for (;;) {
-    if (stat(path.c_str(), &info) != 0) refuse(reason());
-    if (!S_ISREG(info.st_mode)) refuse("it isn't a file");
-    auto found = registry.segments.find(id_of(info));
-    if (found == registry.segments.end()) break;
-    if (auto living = found->second.lock()) return living;
-    registry.detached.wait(guard);  // its last user is just leaving
-  }
+  if (stat(path.c_str(), &info) != 0) refuse(reason());
+  if (!S_ISREG(info.st_mode)) refuse("it isn't a file");
+  if (auto living = registry.find(id_of(info), guard)) return living;
   if (info.st_mode & S_IWOTH) refuse("everybody may write to it");
   Descriptor file(open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK));
   if (file.fd < 0)
@@ -406,50 +359,6 @@ std::shared_ptr<Segment> Segment::attach(const std::string& path) {
   check_header(header, u64(opened.st_size), opened.st_uid, path);
   const bool is_named = path.compare(0, 6, "/proc/") != 0;
   return registry.adopt(file.give(), header, id_of(opened), path, is_named ? path : "");
-}
-
-// Unlinked first, told second: who dies in between leaves no file, and the attached find that out too.
-void Segment::destroy(const std::string& path, std::optional<FileId> expected) {
-  auto refuse = [&path](const std::string& why) -> void {
-    throw SegmentError(path + " can't be destroyed: " + why);
-  };
-  Registry& registry = Registry::get();
-  std::shared_ptr<Segment> attached;  // let go after the registry's mutex, which a detach takes
-  std::unique_lock<std::mutex> guard(registry.mutex);
-  struct stat info;
-  if (lstat(path.c_str(), &info) != 0) refuse(reason());
-  if (!S_ISREG(info.st_mode)) refuse("it isn't a file");
-  for (;;) {
-    auto found = registry.segments.find(id_of(info));
-    if (found == registry.segments.end() || (attached = found->second.lock())) break;
-    registry.detached.wait(guard);
-  }
-  Descriptor own(attached ? -1 : open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK | O_NOFOLLOW));
-  const int fd = attached ? attached->fd() : own.fd;
-  if (fd < 0) refuse(reason() + " (it belongs to user " + std::to_string(info.st_uid) + ")");
-  if (expected && id_of(info) != *expected) refuse("another file has taken its place");
-  u64 magic = 0;
-  if (pread(fd, &magic, sizeof magic, 0) != ssize_t(sizeof magic) || magic != kMagic)
-    refuse("it isn't a UMBP pool");
-  // Two who destroy the same pool take turns, lest the second unlink a new pool of that name. A stopped one
-  // isn't waited for for long.
-  for (int tries = 0; flock(fd, LOCK_EX | LOCK_NB) != 0 && tries < 1000; tries++) usleep(1000);
-  auto told = [&] {
-    const u32 state = u32(SegmentState::destroyed);
-    return pwrite(fd, &state, sizeof state, i64(offsetof(Header, state))) == ssize_t(sizeof state);
-  };
-  struct stat now;
-  crash_point();
-  if (lstat(path.c_str(), &now) == 0 && id_of(now) == id_of(info) && unlink(path.c_str()) != 0) {
-    const std::string why = reason();
-    flock(fd, LOCK_UN);
-    refuse(why + "; only its owner (user " + std::to_string(info.st_uid) + ") or root can");
-  }
-  crash_point();
-  const bool is_told = told();
-  crash_point();
-  flock(fd, LOCK_UN);
-  if (!is_told) throw SegmentError(path + " is gone, but its users can't be told: " + reason());
 }
 
 }  // namespace umbp

@@ -1,7 +1,9 @@
 """The node pool over the native core: segments, slots, tickets, limits."""
 
 from umbp._native import slot_bytes
+from umbp.pool.geometry import shared_geometry
 from umbp.pool.handle import PoolHandle
+from umbp.pool.inspection import PoolFile, destroy_pool, inspect_pool, list_pools
 from umbp.pool.memory import MemoryPolicy, MemoryReport
 from umbp.pool.outcomes import CopyStatus, Outcome
 from umbp.pool.pool import Pool
@@ -14,7 +16,12 @@ __all__ = [
     "NamespaceUse",
     "Outcome",
     "Pool",
+    "PoolFile",
     "PoolHandle",
+    "destroy_pool",
+    "inspect_pool",
+    "list_pools",
     "pool_path",
+    "shared_geometry",
     "slot_bytes",
 ]

@@ -3,6 +3,7 @@
 import grp
 import os
 from dataclasses import dataclass
+from typing import Self
 
 from umbp.errors import ConfigError
 
@@ -23,6 +24,12 @@ class NamespaceUse:
     quota_bytes: int | None
     """None: no bound of its own."""
     objects: int
+
+    @classmethod
+    def from_row(cls, row: tuple[str, int, int, int, int, int]) -> Self:
+        """From the native core's columns."""
+        name, number, epoch, used_bytes, quota, objects = row
+        return cls(name, number, epoch, used_bytes, None if quota == NO_QUOTA else quota, objects)
 
 
 def group_id(group: str | int) -> int:
