@@ -10,6 +10,7 @@ import importlib.util
 import json
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,6 +56,14 @@ def vllm_alone(folder: Path) -> Iterator[System]:
 @contextlib.contextmanager
 def umbp_embedded(folder: Path) -> Iterator[System]:
     yield System("UMBP, embedded", spec(connector=(("capacity_bytes", POOL_BYTES),)))
+
+
+@contextlib.contextmanager
+def umbp_standalone(folder: Path) -> Iterator[System]:
+    """A pool of the node, in the RAM file system; it stays while engines come and go."""
+    with tempfile.TemporaryDirectory(prefix="umbp-bench-", dir="/dev/shm") as pool_dir:
+        options = {"mode": "standalone", "pool": "node", "pool_dir": pool_dir, "capacity_bytes": 2 * POOL_BYTES}
+        yield System("UMBP, standalone", spec(connector=tuple(options.items())))
 
 
 def why_no_mooncake() -> str | None:
