@@ -161,6 +161,24 @@ nb::tuple reserve(Pool& pool, u32 ns, const Keys& keys, nb::object object_bytes,
   return nb::make_tuple(ticket_array, outcomes);
 }
 
+EvictionPolicy policy_of(const std::string& name) {
+  if (name == "lru") return EvictionPolicy::lru;
+  if (name == "hazard") return EvictionPolicy::hazard;
+  throw ConfigError("eviction_policy must be lru or hazard, not '" + name + "'");
+}
+
+// Only engines that parse tool calls themselves tell them apart; "stop" alone says nothing.
+U8Array note(Pool& pool, const Keys& keys, const std::string& phase, u64 output_tokens,
+             const std::string& finish) {
+  if (phase != "admit" && phase != "end")
+    throw ConfigError("a request is noted at its phase admit or end, not '" + phase + "'");
+  const bool is_end = phase == "end";
+  const bool is_tool_call = finish == "tool_calls" || finish == "tool_use";
+  const Answer answer =
+      is_end ? answer_of(output_tokens, is_tool_call, finish == "end_turn") : Answer::unknown;
+  return outcomes_by(keys.size(), [&](Outcome* out) { pool.note(keys.digests(), is_end, answer, out); });
+}
+
 U64Array digest_array(const std::vector<Digest>& digests) {
   u64* data = new u64[2 * digests.size() + 1];
   if (!digests.empty()) std::memcpy(data, digests.data(), digests.size() * sizeof(Digest));
@@ -251,23 +269,24 @@ NB_MODULE(_native, m) {
   arm_from_environment();
   m.def(
       "reserved_bytes",
-      [](u64 capacity, u64 max, u64 slab, u64 smallest, u64 processes) {
-        return Geometry::make(std::max(capacity, max), slab, smallest)
+      [](u64 capacity, u64 max, u64 slab, u64 smallest, u64 processes, const std::string& policy) {
+        return Geometry::make(std::max(capacity, max), slab, smallest, u64(policy_of(policy)))
             .reserved_bytes(capacity / slab, processes);
       },
-      "capacity_bytes"_a, "max_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "processes"_a);
+      "capacity_bytes"_a, "max_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "processes"_a,
+      "eviction_policy"_a);
   m.def("slot_bytes", &slot_bytes_for, "object_bytes"_a);
   m.def(
       "geometry",
-      [](u64 max, u64 slab, u64 smallest) {
-        Geometry g = Geometry::make(max, slab, smallest);
+      [](u64 max, u64 slab, u64 smallest, const std::string& policy) {
+        Geometry g = Geometry::make(max, slab, smallest, u64(policy_of(policy)));
         nb::dict d;
 #define X(name) d[#name] = g.name;
         UMBP_GEOMETRY_FIELDS(X)
 #undef X
         return d;
       },
-      "max_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a);
+      "max_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "eviction_policy"_a = "lru");
 
   nb::class_<MemoryPolicy>(m, "MemoryPolicy")
       .def(
@@ -280,7 +299,7 @@ NB_MODULE(_native, m) {
   m.def("populate", &populate, "address"_a, "size"_a, nb::call_guard<nb::gil_scoped_release>());
 
   auto parameters = [](u64 capacity, u64 max, u64 slab, u64 smallest, double high, double low,
-                       nb::callable& may_take, const MemoryPolicy& memory) {
+                       const std::string& policy, nb::callable& may_take, const MemoryPolicy& memory) {
     CreateParameters p;
     p.capacity_bytes = capacity;
     p.max_bytes = max;
@@ -288,6 +307,7 @@ NB_MODULE(_native, m) {
     p.min_object_bytes = smallest;
     p.high_ppm = u32(high * 1e6 + 0.5);
     p.low_ppm = u32(low * 1e6 + 0.5);
+    p.eviction_policy = policy_of(policy);
     p.may_take = [&may_take](u64 left_bytes) {
       nb::gil_scoped_acquire hold;
       may_take(left_bytes);
@@ -299,27 +319,29 @@ NB_MODULE(_native, m) {
   pool_class
       .def_static(
           "create_memfd",
-          [parameters](u64 capacity, u64 slab, u64 smallest, double high, double low, double patience_s,
-                       nb::callable may_take, const MemoryPolicy& memory) {
+          [parameters](u64 capacity, u64 slab, u64 smallest, double high, double low,
+                       const std::string& policy, double patience_s, nb::callable may_take,
+                       const MemoryPolicy& memory) {
             nb::gil_scoped_release release;
-            return new Pool(Segment::create_memfd(
-                                parameters(capacity, capacity, slab, smallest, high, low, may_take, memory)),
+            return new Pool(Segment::create_memfd(parameters(capacity, capacity, slab, smallest, high, low,
+                                                             policy, may_take, memory)),
                             u64(patience_s * 1e9));
           },
-          "capacity_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "high"_a, "low"_a, "lock_patience_s"_a,
-          "may_take"_a, "memory"_a)
+          "capacity_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "high"_a, "low"_a, "eviction_policy"_a,
+          "lock_patience_s"_a, "may_take"_a, "memory"_a)
       .def_static(
           "create_file",
           [parameters](const std::string& path, u64 capacity, u64 max, u64 slab, u64 smallest, double high,
-                       double low, std::optional<u32> group, double patience_s, nb::callable may_take,
-                       const MemoryPolicy& memory) {
+                       double low, const std::string& policy, std::optional<u32> group, double patience_s,
+                       nb::callable may_take, const MemoryPolicy& memory) {
             nb::gil_scoped_release release;
-            CreateParameters p = parameters(capacity, max, slab, smallest, high, low, may_take, memory);
+            CreateParameters p =
+                parameters(capacity, max, slab, smallest, high, low, policy, may_take, memory);
             p.group_gid = group.value_or(kNoGroup);
             return new Pool(Segment::create_file(path, p), u64(patience_s * 1e9));
           },
           "path"_a, "capacity_bytes"_a, "max_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "high"_a,
-          "low"_a, "group_gid"_a.none(), "lock_patience_s"_a, "may_take"_a, "memory"_a)
+          "low"_a, "eviction_policy"_a, "group_gid"_a.none(), "lock_patience_s"_a, "may_take"_a, "memory"_a)
       .def_static(
           "attach",
           [](const std::string& path, double patience_s) {
@@ -434,6 +456,24 @@ NB_MODULE(_native, m) {
             return outcomes_by(k.size(), [&](Outcome* out) { p.touch(k.digests(), out); });
           },
           "prefix"_a, "hashes"_a)
+      .def(
+          "note",
+          [](Pool& p, nb::handle keys, const std::string& phase, u64 output_tokens,
+             const std::string& finish) { return note(p, Keys(p, keys), phase, output_tokens, finish); },
+          "keys"_a, "phase"_a, "output_tokens"_a, "finish"_a)
+      .def(
+          "note_raw",
+          [](Pool& p, std::string prefix, nb::handle hashes, const std::string& phase, u64 output_tokens,
+             const std::string& finish) {
+            return note(p, Keys(p, std::move(prefix), hashes), phase, output_tokens, finish);
+          },
+          "prefix"_a, "hashes"_a, "phase"_a, "output_tokens"_a, "finish"_a)
+      .def(
+          "set_time", [](Pool& p, double seconds) { p.segment()->set_time(seconds); }, "seconds"_a)
+      .def_prop_ro("eviction_policy",
+                   [](const Pool& p) {
+                     return p.segment()->eviction_policy() == EvictionPolicy::hazard ? "hazard" : "lru";
+                   })
       .def(
           "remove",
           [](Pool& p, nb::handle keys) {

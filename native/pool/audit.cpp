@@ -143,23 +143,16 @@ class Audit {
   void walk_orders() {
     for (u32 k = 0; k < s_.header().class_count; k++) {
       const Class& c = s_.klass(k);
-      u64 listed = 0, stamp = ~0ull;
-      u32 younger = kNil;
-      for (u32 slot = c.lru_young; slot != kNil; slot = s_.record(slot).lru_next) {
-        const SlotRecord& r = s_.record(slot);
-        require(++listed <= c.lru_count, "a class's order ends", k);
-        require(o_.state(slot) == SlotState::published && r.pins == 0,
-                "only unpinned published objects are in the order", slot);
-        require(s_.slab(s_.slab_of(slot)).klass == k, "an object is in its own class's order", slot);
-        require(r.lru_prev == younger, "the order is linked both ways", slot);
-        require(r.stamp < stamp, "the order runs from young to old", slot);
-        require(r.stamp <= s_.slab(s_.slab_of(slot)).touched, "a slab knows its newest touch", slot);
-        stamp = r.stamp;
-        younger = slot;
-      }
-      require(younger == c.lru_old, "a class's order ends at its oldest", k);
-      require(listed == c.lru_count && listed == per_class_[k].evictable,
-              "every evictable object is in its order", k);
+      u64 listed = 0;
+      if (o_.hazard)
+        for (u32 group = 0; group < kGroups; group++) {
+          listed += walk_order(k, o_.hazard->order(k, group));
+          for (u32 slot = o_.hazard->order(k, group).old; slot != kNil; slot = s_.record(slot).lru_prev)
+            require(s_.record(slot).history.group == group, "an object is in its own group's order", slot);
+        }
+      else
+        listed = walk_order(k, c.order);
+      require(listed == per_class_[k].evictable, "every evictable object is in its order", k);
       u64 partial = 0;
       for (u32 slab = c.partial_head; slab != kNil; slab = s_.slab(slab).next) {
         require(s_.slab(slab).klass == k && s_.slab(slab).used < o_.space.slots_in(slab),
@@ -170,6 +163,27 @@ class Audit {
       require(c.slabs == per_class_[k].slabs, "a class counts its slabs", k);
       require(c.free_slots == per_class_[k].free_slots, "a class counts its free slots", k);
     }
+    if (o_.hazard) o_.hazard->audit();
+  }
+
+  u64 walk_order(u32 k, const Order& order) {
+    u64 listed = 0, stamp = ~0ull;
+    u32 younger = kNil;
+    for (u32 slot = order.young; slot != kNil; slot = s_.record(slot).lru_next) {
+      const SlotRecord& r = s_.record(slot);
+      require(++listed <= order.count, "a class's order ends", k);
+      require(o_.state(slot) == SlotState::published && r.pins == 0,
+              "only unpinned published objects are in the order", slot);
+      require(s_.slab(s_.slab_of(slot)).klass == k, "an object is in its own class's order", slot);
+      require(r.lru_prev == younger, "the order is linked both ways", slot);
+      require(r.stamp < stamp, "the order runs from young to old", slot);
+      require(r.stamp <= s_.slab(s_.slab_of(slot)).touched, "a slab knows its newest touch", slot);
+      stamp = r.stamp;
+      younger = slot;
+    }
+    require(younger == order.old, "a class's order ends at its oldest", k);
+    require(listed == order.count, "an order counts its objects", k);
+    return listed;
   }
 
   void check_totals() {

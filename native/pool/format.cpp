@@ -7,6 +7,8 @@
 #include <cstdio>
 #include <cstring>
 
+#include "pool/hazard.hpp"
+
 #define XXH_INLINE_ALL
 #include "xxhash.h"
 
@@ -61,7 +63,7 @@ u64 checksum_of(const void* data, std::size_t bytes) {
   return XXH3_64bits(data, bytes);
 }
 
-Geometry Geometry::make(u64 max_bytes, u64 slab_bytes, u64 min_object_bytes) {
+Geometry Geometry::make(u64 max_bytes, u64 slab_bytes, u64 min_object_bytes, u64 eviction_policy) {
   if (min_object_bytes == 0 || min_object_bytes > kMaxBytes)
     throw ConfigError("min_object_bytes must be between 1 and 2**50, not " +
                       std::to_string(min_object_bytes));
@@ -74,11 +76,14 @@ Geometry Geometry::make(u64 max_bytes, u64 slab_bytes, u64 min_object_bytes) {
     throw ConfigError("an object of min_object_bytes=" + std::to_string(min_object_bytes) +
                       " and its 64-byte trailer don't fit a slab of " + std::to_string(slab_bytes) +
                       " bytes");
+  if (eviction_policy > u64(EvictionPolicy::hazard))
+    throw ConfigError("no eviction policy has the number " + std::to_string(eviction_policy));
   Geometry g;
   g.slab_count = max_bytes / slab_bytes;
   g.max_bytes = g.slab_count * slab_bytes;
   g.slab_bytes = slab_bytes;
   g.min_object_bytes = min_object_bytes;
+  g.eviction_policy = eviction_policy;
   g.slots_per_slab = slab_bytes / slot_bytes_for(min_object_bytes);
   g.max_slots = g.slab_count * g.slots_per_slab;
   if (g.max_slots >= kNil)
@@ -86,6 +91,8 @@ Geometry Geometry::make(u64 max_bytes, u64 slab_bytes, u64 min_object_bytes) {
                       " bytes with min_object_bytes=" + std::to_string(min_object_bytes) +
                       " makes more than 2**32 slots; raise min_object_bytes");
   g.index_entries = round_up(2 * g.max_slots, kPageBytes / sizeof(IndexEntry));
+  const bool learns = eviction_policy == u64(EvictionPolicy::hazard);
+  g.ghosts = learns ? ghosts_for(g.max_slots) : 0;
   g.pin_row_bytes = round_up(2 * g.max_slots, kPageBytes);
   u64 at = kPageBytes;
   auto place = [&at](u64 bytes) {
@@ -98,6 +105,7 @@ Geometry Geometry::make(u64 max_bytes, u64 slab_bytes, u64 min_object_bytes) {
   g.classes_at = place(kClassLimit * sizeof(Class));
   g.slabs_at = place(g.slab_count * sizeof(Slab));
   g.ring_at = place(kRingEntries * sizeof(RingEntry));
+  g.hazard_at = place(learns ? hazard_bytes(g.ghosts) : 0);
   g.index_at = place(g.index_entries * sizeof(IndexEntry));
   g.records_at = place(g.max_slots * sizeof(SlotRecord));
   g.pins_at = place(kProcessLimit * g.pin_row_bytes);
@@ -132,7 +140,7 @@ void check_header(const Header& header, u64 file_bytes, u32 file_uid, const std:
   Geometry want;
   try {
     want = Geometry::make(header.geometry.max_bytes, header.geometry.slab_bytes,
-                          header.geometry.min_object_bytes);
+                          header.geometry.min_object_bytes, header.geometry.eviction_policy);
   } catch (const ConfigError& error) {
     refuse(std::string("its header is damaged (") + error.what() + ")");
   }

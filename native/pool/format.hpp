@@ -1,10 +1,13 @@
 // The segment's format: what lies where, and which of it is truth.
 //
-//   header | processes | namespaces | classes | slabs | ring | index | slot records | pin rows | arena
+//   header | processes | namespaces | classes | slabs | ring | hazard | index | slot records | pin rows |
+//   arena
 //
 // Truth, from which everything else is rebuilt after a crash: a slab's slot_bytes; a slot record's state word
 // with the fields that it vouches for; the pin rows of living processes; namespace names, epochs and quotas;
-// who is resizing. Derived: the index, free lists, eviction order links, child links, counts, uses.
+// who is resizing. Derived: the index, free lists, eviction order links, child links, counts, uses. Neither:
+// what the hazard policy has learned (hazard.hpp), which is kept where it can be true and never decides what
+// may be read.
 //
 // The file is as long as the pool may ever become (max_bytes); slabs that are absent have no memory. So a
 // pool grows and shrinks slab by slab, and nobody who is attached has to map anything anew.
@@ -29,6 +32,7 @@ constexpr u32 kNoGroup = 0xffffffffu;
 constexpr u32 kClassLimit = 256;
 constexpr u64 kRingEntries = 65536;
 constexpr u64 kTrailerBytes = 64;
+constexpr u32 kTicksPerSecond = 4;  // of the eviction policy's time, which runs since boot
 constexpr u64 kMaxBytes = 1ull << 50;
 constexpr i64 kLockBase = 1ll << 60;  // byte locks live far behind the file's end
 
@@ -39,23 +43,26 @@ inline u64 slot_bytes_for(u64 object_bytes) {
   return round_up(object_bytes + kTrailerBytes, kPageBytes);
 }
 
+enum class EvictionPolicy : u64 { lru = 0, hazard = 1 };
+
 enum class SegmentState : u32 { initialising = 0, ready = 1, destroyed = 2 };
 
-// Everything that fixes where things lie. The last fields follow from the first three; an attacher computes
+// Everything that fixes where things lie. The last fields follow from the first four; an attacher computes
 // them afresh and compares, so a damaged field is found by name.
 // clang-format off
 #define UMBP_GEOMETRY_FIELDS(X)                                                                  \
-  X(max_bytes) X(slab_bytes) X(min_object_bytes) X(slab_count) X(slots_per_slab)            \
-  X(max_slots) X(index_entries) X(processes_at) X(namespaces_at) X(classes_at) X(slabs_at)       \
-  X(ring_at) X(index_at) X(records_at) X(pins_at) X(pin_row_bytes) X(arena_at) X(total_bytes)
+  X(max_bytes) X(slab_bytes) X(min_object_bytes) X(eviction_policy) X(slab_count)                \
+  X(slots_per_slab) X(max_slots) X(index_entries) X(ghosts) X(processes_at) X(namespaces_at)     \
+  X(classes_at) X(slabs_at) X(ring_at) X(hazard_at) X(index_at) X(records_at) X(pins_at)         \
+  X(pin_row_bytes) X(arena_at) X(total_bytes)
 // clang-format on
 
 struct Geometry {
 #define X(name) u64 name = 0;
   UMBP_GEOMETRY_FIELDS(X)
 #undef X
-  // Throws ConfigError with one sentence if the three can't make a pool.
-  static Geometry make(u64 max_bytes, u64 slab_bytes, u64 min_object_bytes);
+  // Throws ConfigError with one sentence if the four can't make a pool.
+  static Geometry make(u64 max_bytes, u64 slab_bytes, u64 min_object_bytes, u64 eviction_policy);
   u64 slots_in_slab(u64 slot_bytes) const { return slab_bytes / slot_bytes; }
   // All that a pool of `slabs` slabs may come to use with `processes` attached: metadata in full and the
   // arena.
@@ -118,13 +125,17 @@ struct alignas(256) Namespace {
 };
 static_assert(sizeof(Namespace) == 256);
 
+// One end of a list of evictable slots to the other, linked through their records.
+struct Order {
+  u32 young, old, count;
+};
+
 struct alignas(64) Class {
   u64 slot_bytes;  // 0: the entry is free
   u32 slabs, partial_head;
   u64 free_slots;
-  u32 lru_young, lru_old;
-  u64 lru_count;
-  u32 call;  // the reserve call that last asked for it: not to be replaced within it
+  Order order;  // under leaf-first LRU; the hazard policy has orders of its own
+  u32 call;     // the reserve call that last asked for it: not to be replaced within it
 };
 
 // What a slab's slot_bytes says while it isn't a size.
@@ -140,6 +151,7 @@ struct alignas(64) Slab {
   u32 fresh;                  // slots from here on were never used since it joined its class
   u32 free_head, prev, next;  // partial list of its class, or the list of free slabs
   u32 backed;                 // slot records that have memory
+  u32 call;                   // the reserve call that last spared one of its objects
   u32 closed;                 // hands out no more slots: it is being emptied for a smaller pool
 };
 
@@ -160,6 +172,17 @@ enum class SlotState : u8 {
   doomed = 3
 };  // doomed: removed, still pinned
 
+// What the hazard policy remembers of a block, stored or not.
+struct History {
+  u32 born;      // tick of its last use: its age counts from here
+  u8 group;      // its class
+  u8 uses;       // requests that had it, up to 255
+  u8 branches;   // distinct children that requests ever gave it, up to 255
+  u8 turn;       // of the newest prompt that ended with it; 0: none
+  u16 known[2];  // the first two children, by 16 bits of their digests; 0: none
+};
+static_assert(sizeof(History) == 12);
+
 struct alignas(128) SlotRecord {
   std::atomic<u64> word;  // generation(32) | state(8) | owner(8)
   Digest digest;
@@ -176,6 +199,7 @@ struct alignas(128) SlotRecord {
   u32 plan, plan_seen;                   // chosen, or looked through, by this eviction plan
   u32 plan_children_tag, plan_children;  // children chosen by that plan
   u32 own_prev, own_next;                // its namespace's order
+  History history;
 };
 static_assert(sizeof(SlotRecord) == 128);
 

@@ -6,6 +6,17 @@
 
 namespace umbp {
 
+Objects::Objects(Segment& segment)
+    : s(segment),
+      index(segment),
+      space(segment),
+      tree(segment),
+      own(segment),
+      lru_(segment),
+      hazard_lru_(segment),
+      policy(segment.eviction_policy() == EvictionPolicy::hazard ? static_cast<Policy&>(hazard_lru_) : lru_),
+      hazard(segment.eviction_policy() == EvictionPolicy::hazard ? &hazard_lru_.hazard : nullptr) {}
+
 void Objects::set_word(SlotRecord& r, u64 word) {
   crash_point();
   r.word.store(word, std::memory_order_release);
@@ -41,6 +52,7 @@ void Objects::reserve(u32 slot, const Digest& digest, u32 ns, u64 length, u32 pa
   r.first_child = r.next_sibling = r.prev_sibling = kNil;
   crash_point();
   s.my_pin(slot).store(1, std::memory_order_relaxed);
+  policy.arrive(slot);
   u32 generation = next_generation(word_generation(word(slot)));
   set_word(r, make_word(generation, SlotState::reserved, s.process_slot()));
   s.slab(slab_index).pinned++;
@@ -68,6 +80,7 @@ void Objects::abandon(u32 slot) {
   u32 owner = word_owner(word(slot));
   unindex(slot);
   tree.unlink(slot);
+  policy.depart(slot);
   r.pins = 0;
   s.slab(s.slab_of(slot)).pinned--;
   free(slot);
@@ -119,8 +132,9 @@ void Objects::drop(u32 slot) {
   Digest digest = r.digest;
   s.header().objects--;
   s.ns(r.ns).objects--;
+  if (r.pins == 0) leave_orders(slot);
+  policy.depart(slot);
   if (r.pins == 0) {
-    leave_orders(slot);
     free(slot);
   } else {
     set_word(r, make_word(word_generation(word(slot)), SlotState::doomed, 0));
@@ -130,9 +144,8 @@ void Objects::drop(u32 slot) {
 
 void Objects::touch(u32 slot) {
   if (s.record(slot).pins) return;
-  policy.touch(slot);
-  own.leave(slot);
-  own.enter(slot);
+  leave_orders(slot);
+  enter_orders(slot);
 }
 
 void Objects::enter_orders(u32 slot) {
@@ -180,6 +193,7 @@ Locked::Locked(Segment& segment, Patience& patience)
     dirty.store(1, std::memory_order_relaxed);
     crash_point();
     if (repair) rebuild(objects_);
+    if (objects_.hazard) objects_.hazard->advance(segment.tick());
     do_deferred(objects_);
   } catch (...) {
     unlock_segment(segment);

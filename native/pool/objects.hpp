@@ -14,14 +14,9 @@ namespace umbp {
 
 class Objects {
  public:
-  explicit Objects(Segment& segment)
-      : s(segment),
-        index(segment),
-        space(segment),
-        tree(segment),
-        own(segment),
-        policy_(segment),
-        policy(policy_) {}
+  explicit Objects(Segment& segment);
+  Objects(const Objects&) = delete;
+  Objects& operator=(const Objects&) = delete;
 
   Segment& s;
   Index index;
@@ -30,10 +25,12 @@ class Objects {
   OwnOrder own;
 
  private:
-  LeafFirstLru policy_;
+  LeafFirstLru lru_;
+  HazardLru hazard_lru_;
 
  public:
   Policy& policy;
+  Hazard* const hazard;  // null under another policy
 
   u64 word(u32 slot) const { return s.record(slot).word.load(std::memory_order_relaxed); }
   SlotState state(u32 slot) const { return word_state(word(slot)); }
@@ -66,6 +63,8 @@ class Objects {
   void abandon(u32 slot);  // a reservation, anybody's
   void pin(u32 slot);      // for this process
   void unpin(u32 slot, u32 process, u16 count);
+  void enter_orders(u32 slot);  // evictable from now on, as the youngest
+  void leave_orders(u32 slot);
   void touch(u32 slot);  // used: the youngest again, if it may be evicted
   // Makes an object invisible and frees it, at once or with its last pin. A reservation stays its owner's.
   void drop(u32 slot);
@@ -74,8 +73,6 @@ class Objects {
   void set_word(SlotRecord& r, u64 word);
   void unindex(u32 slot);
   void free(u32 slot);
-  void enter_orders(u32 slot);
-  void leave_orders(u32 slot);
   void remember_removed(const Digest& digest);
 };
 

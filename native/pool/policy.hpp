@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "pool/hazard.hpp"
 #include "pool/segment.hpp"
 
 namespace umbp {
@@ -12,9 +13,10 @@ namespace umbp {
 class Policy {
  public:
   virtual ~Policy() = default;
-  virtual void enter(u32 slot) = 0;  // evictable from now on, as the youngest
-  virtual void leave(u32 slot) = 0;  // pinned or gone
-  virtual void touch(u32 slot) = 0;  // used while evictable
+  virtual void arrive(u32 slot) = 0;  // reserved: its record has its digest, and is not evictable yet
+  virtual void depart(u32 slot) = 0;  // abandoned or dropped; the record still has its digest
+  virtual void enter(u32 slot) = 0;   // evictable from now on, as the youngest
+  virtual void leave(u32 slot) = 0;   // pinned or gone
   // Appends up to `wanted` victims of the class, best first; changes nothing. Objects marked by `call` are
   // spared.
   virtual void choose(u32 klass, u64 wanted, u32 call, std::vector<u32>& victims) = 0;
@@ -29,16 +31,42 @@ class Policy {
 class LeafFirstLru final : public Policy {
  public:
   explicit LeafFirstLru(Segment& segment) : s_(segment) {}
+  void arrive(u32) override {}
+  void depart(u32) override {}
   void enter(u32 slot) override;
   void leave(u32 slot) override;
-  void touch(u32 slot) override;
   void choose(u32 klass, u64 wanted, u32 call, std::vector<u32>& victims) override;
   u64 oldest_stamp(u32 klass) override;
   void rebuild(const std::vector<u32>& oldest_first) override;
 
  private:
-  struct Plan;
+  Order& order_of(u32 slot) const { return s_.klass(s_.slab(s_.slab_of(slot)).klass).order; }
+
   Segment& s_;
+};
+
+// Class-hazard LRU: a leaf-first order for each group of blocks (hazard.hpp). Of the oldest in each, the one
+// with the lowest index goes.
+class HazardLru final : public Policy {
+ public:
+  explicit HazardLru(Segment& segment) : s_(segment), hazard(segment) {}
+  void arrive(u32 slot) override { hazard.arrive(slot); }
+  void depart(u32 slot) override { hazard.depart(slot); }
+  void enter(u32 slot) override;
+  void leave(u32 slot) override;
+  void choose(u32 klass, u64 wanted, u32 call, std::vector<u32>& victims) override;
+  u64 oldest_stamp(u32 klass) override;
+  void rebuild(const std::vector<u32>& oldest_first) override;
+
+ private:
+  Order& order_of(u32 slot) const {
+    return hazard.order(s_.slab(s_.slab_of(slot)).klass, s_.record(slot).history.group);
+  }
+
+  Segment& s_;
+
+ public:
+  Hazard hazard;
 };
 
 }  // namespace umbp

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "pool/note.hpp"
 #include "pool/objects.hpp"
 #include "pool/reap.hpp"
 #include "pool/reserve.hpp"
@@ -414,6 +415,24 @@ void Pool::touch(std::span<const Digest> keys, Outcome* outcomes) {
       if (present) lock->touch(slots[i]);
     }
   });
+}
+
+void Pool::note(std::span<const Digest> chain, bool is_end, Answer answer, Outcome* outcomes) {
+  auto s = segment();
+  if (s->eviction_policy() != EvictionPolicy::hazard) return touch(chain, outcomes);
+  std::fill(outcomes, outcomes + chain.size(), Outcome::not_now);
+  Patience patience{patience_ns_};
+  RequestNote note(chain, is_end, answer);
+  bool is_found = false;
+  in_batches_backwards(chain.size(), [&](std::size_t from, std::size_t count) {
+    if (is_found) return;
+    if (Locked lock(*s, patience); lock) is_found = note.find_turn(*lock, from, count);
+  });
+  in_batches_backwards(chain.size(), [&](std::size_t from, std::size_t count) {
+    if (Locked lock(*s, patience); lock) note.apply(*lock, from, count, outcomes);
+  });
+  if (is_end || chain.empty()) return;
+  if (Locked lock(*s, patience); lock && lock->hazard->count_request()) lock->hazard->learn();
 }
 
 void Pool::remove(std::span<const Digest> keys, Outcome* outcomes) {

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "pool/hazard.hpp"
 #include "pool/inspect.hpp"
 #include "pool/lock.hpp"
 #include "pool/resize.hpp"
@@ -81,6 +82,8 @@ class Pool {
   void acquire(std::span<const Digest> keys, u64* tickets, Outcome* outcomes);
   void release(std::span<const u64> tickets, Outcome* outcomes);
   void touch(std::span<const Digest> keys, Outcome* outcomes);
+  // A request with its full chain, root first: that it begins, or how it ended. Under leaf-first LRU a touch.
+  void note(std::span<const Digest> chain, bool is_end, Answer answer, Outcome* outcomes);
   void remove(std::span<const Digest> keys, Outcome* outcomes);
   bool clear(u32 ns);
   bool clear_all();

@@ -132,7 +132,8 @@ bool Reservation::choose_for(Objects& objects, const Need& need, u64& free_slabs
       gained += per_slab;
     }
   };
-  take_slabs(objects.policy.oldest_stamp(need.klass));  // a slab colder than our own oldest goes first
+  if (has_rivals && missing)
+    take_slabs(objects.policy.oldest_stamp(need.klass));  // a slab colder than our own oldest goes first
   const std::size_t before = victims_.size();
   if (gained < wanted) objects.policy.choose(need.klass, wanted - gained, call_, victims_);
   gained += victims_.size() - before;

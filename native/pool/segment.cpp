@@ -49,6 +49,21 @@ void Segment::refuse_after_fork() const {
         "this pool was attached before a fork; a child process must attach it again by its handle");
 }
 
+static u32 clock_tick() {
+  return u32(monotonic_ns() / (1000000000ull / kTicksPerSecond));
+}
+
+u32 Segment::tick() const {
+  const u32 set = set_tick_.load(std::memory_order_relaxed);
+  return set ? set : clock_tick();
+}
+
+void Segment::set_time(double seconds) {
+  constexpr u32 kZeroUnit = 1u << 27;  // four years
+  const u64 zero = round_up(clock_tick() + 1ull, kZeroUnit);
+  set_tick_.store(u32(zero + u64(std::max(seconds, 0.0) * kTicksPerSecond)), std::memory_order_relaxed);
+}
+
 u64 Segment::slab_slot_bytes(u32 slab_index) const {
   u64 bytes = slab(slab_index).slot_bytes.load(std::memory_order_relaxed);
   if (bytes <= kSlabMoving) return 0;
@@ -188,8 +203,9 @@ static void check_parameters(const CreateParameters& parameters) {
 
 // Takes the memory and writes what an attacher checks.
 static MemoryFacts furnish(int fd, const CreateParameters& parameters) {
-  const Geometry geometry = Geometry::make(std::max(parameters.max_bytes, parameters.capacity_bytes),
-                                           parameters.slab_bytes, parameters.min_object_bytes);
+  const Geometry geometry =
+      Geometry::make(std::max(parameters.max_bytes, parameters.capacity_bytes), parameters.slab_bytes,
+                     parameters.min_object_bytes, u64(parameters.eviction_policy));
   const u64 capacity_bytes = parameters.capacity_bytes / geometry.slab_bytes * geometry.slab_bytes;
   MemoryFacts memory = reserve_memory(fd, geometry, capacity_bytes, parameters);
   mark_absent(fd, geometry, capacity_bytes);

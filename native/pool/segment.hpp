@@ -19,6 +19,7 @@ struct CreateParameters {
   u64 capacity_bytes = 0, max_bytes = 0;  // a pool that can't grow has no more than its capacity
   u64 slab_bytes = 0, min_object_bytes = 0;
   u32 high_ppm = 1000000, low_ppm = 950000;
+  EvictionPolicy eviction_policy = EvictionPolicy::lru;
   u32 group_gid = kNoGroup;  // of a file pool: whose members may attach
   // Called before each portion of the arena is taken, with the bytes that are still to be taken; throws to
   // refuse. Others may be taking memory at the same time: what was free at the start need not be free any
@@ -46,6 +47,12 @@ class Segment {
   u64 hash_seed() const { return hash_seed_; }
   u32 high_ppm() const { return high_ppm_; }
   u32 low_ppm() const { return low_ppm_; }
+  EvictionPolicy eviction_policy() const { return EvictionPolicy(geometry_.eviction_policy); }
+  // The policy's time, in ticks since boot.
+  u32 tick() const;
+  // For simulations: from now on, in this process, time is what was set last, in seconds from a zero that
+  // lies ahead of the clock and is a multiple of every bin's width, so that each run is like the other.
+  void set_time(double seconds);
   u32 process_slot() const { return process_slot_; }
   u32 process_generation() const { return process_generation_; }
   const std::string& name() const { return name_; }
@@ -131,6 +138,7 @@ class Segment {
   u32 process_slot_ = kProcessLimit, process_generation_ = 0;
   u64 fork_epoch_ = 0;
   bool is_joined_ = false;
+  std::atomic<u32> set_tick_{0};  // 0: the clock's
   std::string name_, path_;
   FileId id_{0, 0};
   mutable std::atomic<u64> looked_at_ns_{0};

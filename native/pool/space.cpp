@@ -21,7 +21,8 @@ u32 Space::class_of(u64 slot_bytes, u32 call) {
   c = Class{};
   c.slot_bytes = slot_bytes;
   c.call = call;
-  c.partial_head = c.lru_young = c.lru_old = kNil;
+  c.partial_head = kNil;
+  c.order = {kNil, kNil, 0};
   return vacant;
 }
 

@@ -103,7 +103,7 @@ def test_a_pool_without_huge_pages_says_so_once_and_only_where_they_were_wanted(
 def test_huge_pages_that_take_too_long_are_given_up() -> None:
     """No patience at all: the first portion's are kept, the rest is small, everything is taken."""
     native = _native.Pool.create_memfd(
-        520 * MIB, MIB, 4096, 1.0, 0.95, 0.002, lambda left: None, _native.MemoryPolicy(True, -1, 0.0)
+        520 * MIB, MIB, 4096, 1.0, 0.95, "lru", 0.002, lambda left: None, _native.MemoryPolicy(True, -1, 0.0)
     )
     facts = native.memory
     assert facts["huge_bytes"] < facts["asked_bytes"]

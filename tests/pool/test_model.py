@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from umbp.pool import Outcome, Pool
+from umbp.pool.pool import NotePhase
 
 KEYS = [f"k{i}" for i in range(14)]
 SLOTS = 8
@@ -27,9 +28,14 @@ class Pins:
 
 
 class PoolAgainstDict(RuleBasedStateMachine):
+    eviction_policy = "lru"
+
     def __init__(self) -> None:
         super().__init__()
-        self.pool = Pool.create_memfd(SLOTS * 4096, slab_bytes=4 * 4096, min_object_bytes=3000)
+        self.pool = Pool.create_memfd(
+            SLOTS * 4096, slab_bytes=4 * 4096, min_object_bytes=3000, eviction_policy=self.eviction_policy
+        )
+        self.seconds = 0.0
         self.spaces = [self.pool.namespace("one"), self.pool.namespace("two")]
         self.stored: dict[str, tuple[int, bytes]] = {}  # key -> namespace, content
         self.reserved: dict[int, tuple[str, int, bool]] = {}  # ticket -> key, namespace, outdated
@@ -140,6 +146,23 @@ class PoolAgainstDict(RuleBasedStateMachine):
         expected = [Outcome.TOUCHED if k in self.stored else Outcome.MISS for k in keys]
         assert self.pool.touch(keys).tolist() == expected
 
+    @rule(
+        keys=keys_of,
+        phase=st.sampled_from(["admit", "end"]),
+        output_tokens=st.sampled_from([0, 50, 5000]),
+        finish=st.sampled_from(["", "stop", "tool_calls"]),
+    )
+    def note(self, keys: list[str], phase: NotePhase, output_tokens: int, finish: str) -> None:
+        """Advice: it says what is stored, and changes nothing that can be seen."""
+        expected = [Outcome.TOUCHED if k in self.stored else Outcome.MISS for k in keys]
+        assert self.pool.note(keys, phase, output_tokens, finish).tolist() == expected
+        assert self.forget_removed() == set()
+
+    @rule(seconds=st.sampled_from([0.1, 3.0, 500.0, 1e6]))
+    def time_passes(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.pool.set_time(self.seconds)
+
     @rule(space=st.integers(0, 1))
     def clear(self, space: int) -> None:
         assert self.pool.clear(self.spaces[space])
@@ -167,5 +190,11 @@ class PoolAgainstDict(RuleBasedStateMachine):
         self.pool.close()
 
 
+class HazardPoolAgainstDict(PoolAgainstDict):
+    eviction_policy = "hazard"
+
+
 TestPoolAgainstDict = PoolAgainstDict.TestCase
-TestPoolAgainstDict.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPoolAgainstDict.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestHazardPoolAgainstDict = HazardPoolAgainstDict.TestCase
+TestHazardPoolAgainstDict.settings = TestPoolAgainstDict.settings

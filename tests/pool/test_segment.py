@@ -347,11 +347,12 @@ def test_a_geometry_that_cannot_be_is_refused(capacity: int, slab: int, smallest
         Pool.create_memfd(capacity, slab_bytes=slab, min_object_bytes=smallest)
 
 
-def test_metadata_takes_at_most_two_percent_at_256_kib_objects() -> None:
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+def test_metadata_takes_at_most_two_percent_at_256_kib_objects(policy: str) -> None:
     object_bytes = 256 << 10
     slot = _native.slot_bytes(object_bytes)
     capacity = 4096 * slot
-    wanted = _native.reserved_bytes(capacity, capacity, 64 * slot, object_bytes, 8)
+    wanted = _native.reserved_bytes(capacity, capacity, 64 * slot, object_bytes, 8, policy)
     assert wanted <= 1.02 * capacity
 
 

@@ -14,12 +14,15 @@ def refuse_unless_it_fits(
     slab_bytes: int,
     min_object_bytes: int,
     processes: int,
+    eviction_policy: str,
     path: str | os.PathLike[str] | None = None,
 ) -> None:
     """`CapacityError` before anything is taken; the pool's tables count."""
     limits = memory_limits(path=path)
     refuse_over_limit(capacity_bytes, limits)
-    wanted = _native.reserved_bytes(capacity_bytes, max_bytes, slab_bytes, min_object_bytes, processes)
+    wanted = _native.reserved_bytes(
+        capacity_bytes, max_bytes, slab_bytes, min_object_bytes, processes, eviction_policy
+    )
     refuse_over_limit(wanted, limits)
 
 

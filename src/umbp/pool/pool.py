@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,12 @@ from umbp.pool.sharing import NO_QUOTA, NamespaceUse, group_id
 Tickets = npt.NDArray[np.uint64]
 Outcomes = npt.NDArray[np.uint8]
 Digests = npt.NDArray[np.uint64]
+NotePhase: TypeAlias = Literal["admit", "end"]
 
 LOCK_PATIENCE_S = 0.002
 DEFAULT_MEMORY = MemoryPolicy()
+EVICTION_POLICY = "lru"
+"""The eviction policy of a pool whose maker names none."""
 
 
 class Pool:
@@ -55,6 +58,7 @@ class Pool:
         min_object_bytes: int,
         high_watermark: float = 1.0,
         low_watermark: float = 0.95,
+        eviction_policy: str = EVICTION_POLICY,
         lock_patience_s: float = LOCK_PATIENCE_S,
         processes: int = 2,
         memory: MemoryPolicy = DEFAULT_MEMORY,
@@ -67,7 +71,9 @@ class Pool:
         have; `processes` is how many are expected to attach (a few bytes of pin counts for each and every
         slot); `progress` hears how much memory has been taken, and may raise to give up.
         """
-        refuse_unless_it_fits(capacity_bytes, capacity_bytes, slab_bytes, min_object_bytes, processes)
+        refuse_unless_it_fits(
+            capacity_bytes, capacity_bytes, slab_bytes, min_object_bytes, processes, eviction_policy
+        )
         node = own_node() if memory.numa_node < 0 else memory.numa_node
         native = _native.Pool.create_memfd(
             capacity_bytes,
@@ -75,6 +81,7 @@ class Pool:
             min_object_bytes,
             high_watermark,
             low_watermark,
+            eviction_policy,
             lock_patience_s,
             while_it_fits(capacity_bytes, progress),
             memory.native(capacity_bytes, node),
@@ -93,6 +100,7 @@ class Pool:
         group: str | int | None = None,
         high_watermark: float = 1.0,
         low_watermark: float = 0.95,
+        eviction_policy: str = EVICTION_POLICY,
         lock_patience_s: float = LOCK_PATIENCE_S,
         processes: int = 2,
         memory: MemoryPolicy = DEFAULT_MEMORY,
@@ -106,7 +114,9 @@ class Pool:
         """
         max_bytes = capacity_bytes if max_bytes is None else max_bytes
         gid = None if group is None else group_id(group)
-        refuse_unless_it_fits(capacity_bytes, max_bytes, slab_bytes, min_object_bytes, processes, path)
+        refuse_unless_it_fits(
+            capacity_bytes, max_bytes, slab_bytes, min_object_bytes, processes, eviction_policy, path
+        )
         node = own_node() if memory.numa_node < 0 else memory.numa_node
         native = _native.Pool.create_file(
             os.path.abspath(path),
@@ -116,6 +126,7 @@ class Pool:
             min_object_bytes,
             high_watermark,
             low_watermark,
+            eviction_policy,
             gid,
             lock_patience_s,
             while_it_fits(capacity_bytes, progress, path),
@@ -166,6 +177,11 @@ class Pool:
         )
 
     # Geometry
+
+    @property
+    def eviction_policy(self) -> str:
+        """What decides who leaves a full pool, `lru` or `hazard`; fixed when the pool was made."""
+        return self.native.eviction_policy
 
     @property
     def capacity_bytes(self) -> int:
@@ -382,8 +398,30 @@ class Pool:
     def touch_raw(self, prefix: str, hashes: Sequence[bytes]) -> Outcomes:
         return self.native.touch_raw(prefix, hashes)
 
-    note = touch
-    note_raw = touch_raw
+    def note(
+        self, keys: Sequence[str], phase: NotePhase, output_tokens: int = 0, finish: str = ""
+    ) -> Outcomes:
+        """Tells the eviction policy of a request with the full chain of its blocks: once when it begins, and
+        once at its end with how much it answered and, where known, why it stopped ("tool_calls", "end_turn").
+        Touches what is stored: TOUCHED, MISS, NOT_NOW.
+
+        The hazard policy lives on these notes; a pool that gets none evicts by age alone.
+        """
+        return self.native.note(keys, phase, output_tokens, finish)
+
+    def note_raw(
+        self,
+        prefix: str,
+        hashes: Sequence[bytes],
+        phase: NotePhase,
+        output_tokens: int = 0,
+        finish: str = "",
+    ) -> Outcomes:
+        return self.native.note_raw(prefix, hashes, phase, output_tokens, finish)
+
+    def set_time(self, seconds: float) -> None:
+        """For simulations: the eviction policy's time in this process, instead of the seconds since boot."""
+        self.native.set_time(seconds)
 
     def payload(self, tickets: npt.ArrayLike) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         """Addresses and lengths, in this process, of the objects behind tickets it holds; 0 for any other."""
