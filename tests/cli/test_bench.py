@@ -41,6 +41,55 @@ def test_copies_have_a_row_for_each_direction_thread_count_and_verify() -> None:
         assert min(row["gib_per_s"], row["ratio_to_memcpy"]) > 0
 
 
+def test_lookups_have_a_row_by_keys_by_hashes_and_in_order_and_under_contention() -> None:
+    rows = results("lookup", "--small")
+    cases = ["lookup_8192_hit", "lookup_8192_hit", "match_8192_hit"]
+    assert [row["case"] for row in rows] == [*cases, *(f"{case}_contended" for case in cases)]
+    assert [row["by"] for row in rows] == ["key", "raw", "raw"] * 2
+    for row in rows:
+        assert row["entries"] == 10_000
+        assert isinstance(row["ms"], float)
+        assert ("ratio_to_dict" in row) == ("contended" not in str(row["case"]))
+
+
+def test_the_verbs_have_a_row_for_each_size_and_the_ratio_of_the_sizes() -> None:
+    rows = results("pool", "--small")
+    for size in (5_000, 10_000):
+        found = {row["case"]: row for row in rows if row.get("entries") == size}
+        assert {"reserve_publish", "acquire_release", "reserve_publish_evicting"} <= set(found)
+        assert all(isinstance(row["us_per_object"], float) for row in found.values())
+    scaled = {row["of"]: row["ratio"] for row in rows if row["case"] == "scale_10k_vs_5k"}
+    assert {"reserve_publish", "acquire_release", "lookup"} <= set(scaled)
+    (share,) = (row["share_of_capacity"] for row in rows if row["case"] == "bookkeeping")
+    assert isinstance(share, float)
+    assert 0 < share <= 0.02
+
+
+def test_a_store_that_is_not_installed_is_left_out_in_a_sentence() -> None:
+    code = "import sys; sys.modules['mooncake'] = None; sys.modules['mooncake.store'] = None; "
+    code += "import importlib.util as u; find = u.find_spec; "
+    code += "u.find_spec = lambda name, *rest: None if name == 'mooncake' else find(name, *rest); " + ENTRY
+    shape = ("--objects", "2", "--ranges", "1", "--range-bytes", "64", "--repeat", "1")
+    command = [sys.executable, "-c", code, "bench", "copy", *shape, "--against", "mooncake", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert any("pip install" in note for note in report["notes"])
+    assert all("system" not in row for row in report["results"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["copy", "lookup"])
+def test_another_store_is_measured_where_it_is_installed(name: str) -> None:
+    from umbp.cli.bench import mooncake
+
+    if missing := mooncake.why_not():
+        pytest.skip(missing)
+    shape = ("--objects", "8", "--ranges", "4", "--range-bytes", "4096") if name == "copy" else ()
+    rows = results(name, "--small", *shape, "--against", "mooncake")
+    assert any("mooncake" in (row.get("system"), str(row.get("case")).split("_")[0]) for row in rows)
+
+
 def test_the_table_keeps_its_columns_in_a_narrow_terminal() -> None:
     done = run("copy", "--small", "--ranges", "1", "--range-bytes", "64", "--objects", "2")
     assert done.returncode == 0, done.stderr

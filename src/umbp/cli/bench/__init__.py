@@ -13,6 +13,12 @@ _SUBCOMMANDS = {
     "copy": Subcommand(
         "umbp.cli.bench.copy", "command", "Blocks into the pool and out of it, against one big memcpy."
     ),
+    "lookup": Subcommand(
+        "umbp.cli.bench.lookup", "command", "Stored keys looked up from another process, against a dict."
+    ),
+    "pool": Subcommand(
+        "umbp.cli.bench.pool", "command", "What storing and reading cost an object, in small and large pools."
+    ),
 }
 
 

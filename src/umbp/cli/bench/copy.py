@@ -12,18 +12,19 @@ import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import click
 import numpy as np
 import numpy.typing as npt
 
-from umbp.cli.bench import machine
+from umbp.cli.bench import machine, mooncake
 from umbp.cli.bench.report import Report, Row, publish, rounded
-from umbp.cli.bench.timing import interleaved
+from umbp.cli.bench.stock import make_pool, require
+from umbp.cli.bench.timing import Times, interleaved, timed
 from umbp.errors import InvariantError
-from umbp.pool import CopyStatus, Outcome, Pool, slot_bytes
+from umbp.pool import CopyStatus, Outcome, Pool
 from umbp.pool.limits import memory_limits, refuse_over_limit
-from umbp.runtime.mover import pool_geometry
 from umbp.transfer import BlockRuns, CopyEngine
 
 SHAPES = ((32, 64 << 10), (32, 18 << 10), (60, 8 << 10), (1024, 512))
@@ -57,6 +58,7 @@ class Case:
     "--threads", multiple=True, type=click.IntRange(1, 256), help="May be given again.  [default: 1 and 2]"
 )
 @click.option("--repeat", default=15, show_default=True, type=click.IntRange(1, 1000), help="Rounds.")
+@click.option("--against", type=click.Choice(["mooncake"]), help="Measure that store as well.")
 @click.option("--small", is_flag=True, help="A short run: at most 16 objects, 3 rounds.")
 @click.option("--json", "is_json", is_flag=True, help="One JSON object instead of a table.")
 def command(
@@ -65,6 +67,7 @@ def command(
     range_bytes: int | None,
     threads: Sequence[int],
     repeat: int,
+    against: str | None,
     small: bool,
     is_json: bool,
 ) -> None:
@@ -81,37 +84,48 @@ def command(
         objects=min(objects, 16) if small else objects,
         threads=tuple(dict.fromkeys(threads)) or (1, 2),
         rounds=min(repeat, 3) if small else repeat,
+        is_against_mooncake=bool(against),
     )
     publish(report, is_json=is_json)
 
 
 def measure(
-    shapes: Sequence[tuple[int, int]], *, objects: int, threads: tuple[int, ...], rounds: int
+    shapes: Sequence[tuple[int, int]],
+    *,
+    objects: int,
+    threads: tuple[int, ...],
+    rounds: int,
+    is_against_mooncake: bool = False,
 ) -> Report:
     """A report with a row for each shape, direction, number of threads and `verify`."""
     cases = [Case(objects, ranges, size, threads) for ranges, size in shapes]
     largest = max(case.total_bytes for case in cases)
     refuse_over_limit(3 * largest, memory_limits(), "a benchmark")
-    results = [row for case in cases for row in _rows(case, rounds)]
+    missing = mooncake.why_not() if is_against_mooncake else None
+    has_mooncake = is_against_mooncake and missing is None
+    results = [row for case in cases for row in _rows(case, rounds, has_mooncake=has_mooncake)]
     return Report(
         title=f"Copies of {objects} objects against one memcpy, median of {rounds}",
         results=results,
-        machine=machine.facts("umbp", "numpy"),
+        machine=machine.facts("umbp", "numpy", *([mooncake.DISTRIBUTION] if has_mooncake else [])),
         notes=(
             "ratio_to_memcpy is speed over the speed of one thread's memcpy of the same bytes, same rounds.",
             "spread is the middle half of the rounds over the median; verify far is the default.",
+            *([missing] if missing else []),
         ),
     )
 
 
-def _rows(case: Case, rounds: int) -> Iterator[Row]:
+def _rows(case: Case, rounds: int, *, has_mooncake: bool) -> Iterator[Row]:
     with _Setting.of(case) as at:
+        if has_mooncake:
+            yield from _mooncake_rows(at, rounds)
         tickets, outcomes = at.pool.reserve(at.pool.namespace("bench"), at.keys, case.object_bytes)
-        _require(outcomes, Outcome.RESERVED)
+        require(outcomes, Outcome.RESERVED)
         yield from _measured("store", at, tickets, rounds)
-        _require(at.pool.publish(tickets), Outcome.PUBLISHED)
+        require(at.pool.publish(tickets), Outcome.PUBLISHED)
         pins, outcomes = at.pool.acquire(at.keys)
-        _require(outcomes, Outcome.HIT)
+        require(outcomes, Outcome.HIT)
         yield from _measured("load", at, pins, rounds)
         at.pool.release(pins)
 
@@ -120,9 +134,7 @@ def _measured(op: str, at: _Setting, tickets: npt.NDArray[np.uint64], rounds: in
     """The rows of one direction; the memcpy goes the same way."""
     case = at.case
     to, source = (at.shared, at.kv) if op == "store" else (at.kv, at.shared)
-    cases: dict[str, Callable[[], object]] = {
-        "memcpy": lambda: _LIBC.memcpy(to.address, source.address, case.total_bytes)
-    }
+    cases: dict[str, Callable[[], object]] = {"memcpy": partial(_memcpy, to, source)}
     asked = [(threads, checksum) for checksum in (False, True) for threads in case.threads]
     for threads, checksum in asked:
         cases[f"{threads} {checksum}"] = at.copy(op, tickets, threads, checksum)
@@ -130,20 +142,54 @@ def _measured(op: str, at: _Setting, tickets: npt.NDArray[np.uint64], rounds: in
     reference = times["memcpy"]
     for threads, checksum in asked:
         found = times[f"{threads} {checksum}"]
-        yield {
-            "op": op,
-            "ranges": case.ranges,
-            "range_bytes": case.range_bytes,
-            "objects": case.objects,
-            "threads": threads,
-            "verify": "always" if checksum else "far",
-            "gib_per_s": rounded(case.total_bytes / found.median_s / 2**30),
-            "ratio_to_memcpy": rounded(reference.per(found)),
-            "spread": rounded(found.spread),
-            "memcpy_gib_per_s": rounded(case.total_bytes / reference.median_s / 2**30),
-        }
+        how = {"threads": threads, "verify": "always" if checksum else "far"}
+        yield _row(case, op, how, found, reference)
     if op == "load":
         at.check()
+
+
+def _row(case: Case, op: str, how: Row, found: Times, reference: Times) -> Row:
+    return {
+        "op": op,
+        "ranges": case.ranges,
+        "range_bytes": case.range_bytes,
+        "objects": case.objects,
+        **how,
+        "gib_per_s": rounded(case.total_bytes / found.median_s / 2**30),
+        "ratio_to_memcpy": rounded(reference.per(found)),
+        "spread": rounded(found.spread),
+        "memcpy_gib_per_s": rounded(case.total_bytes / reference.median_s / 2**30),
+    }
+
+
+def _mooncake_rows(at: _Setting, rounds: int) -> Iterator[Row]:
+    """The same blocks into Mooncake's store in this process and out of it, each range a buffer of its own."""
+    case = at.case
+    layer_bytes = case.objects * case.range_bytes
+    pointers = [
+        [at.kv.address + layer * layer_bytes + block * case.range_bytes for layer in range(case.ranges)]
+        for block in at.blocks.tolist()
+    ]
+    sizes = [[case.range_bytes] * case.ranges] * case.objects
+    seconds: dict[str, list[float]] = {"store": [], "load": [], "memcpy store": [], "memcpy load": []}
+    with mooncake.store(2 * case.total_bytes + (64 << 20)) as store:
+        mooncake.require([store.register_buffer(at.kv.address, case.total_bytes)])
+        for number in range(rounds + 1):
+            keys = [f"{number}/{key}" for key in at.keys]
+            put, put_s = timed(partial(store.batch_put_from_multi_buffers, keys, pointers, sizes))
+            mooncake.require(put)
+            get, get_s = timed(partial(store.batch_get_into_multi_buffers, keys, pointers, sizes))
+            mooncake.require(get, case.object_bytes)
+            mooncake.require([store.remove(key, True) for key in keys])
+            _, to_s = timed(partial(_memcpy, at.shared, at.kv))
+            _, from_s = timed(partial(_memcpy, at.kv, at.shared))
+            if number:  # the first round warms up
+                for name, taken_s in zip(seconds, (put_s, get_s, to_s, from_s), strict=True):
+                    seconds[name].append(taken_s)
+        store.unregister_buffer(at.kv.address)
+    times = {name: Times(tuple(each)) for name, each in seconds.items()}
+    for op in ("store", "load"):
+        yield _row(case, op, {"system": "mooncake"}, times[op], times[f"memcpy {op}"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,18 +236,8 @@ class _Setting:
             object_offset=[layer * case.range_bytes for layer in range(case.ranges)],
             block_count=case.objects,
         )
-        slab_bytes, smallest = pool_geometry(1 << 62, [case.object_bytes])
-        per_slab = slab_bytes // slot_bytes(case.object_bytes)
         with ExitStack() as held:
-            pool = held.enter_context(
-                Pool.create_memfd(
-                    -(-case.objects // per_slab) * slab_bytes,
-                    slab_bytes=slab_bytes,
-                    min_object_bytes=smallest,
-                    lock_patience_s=5.0,
-                )
-            )
-            pool.prefault()
+            pool = held.enter_context(make_pool(case.objects, case.object_bytes))
             yield cls(
                 case=case,
                 kv=kv,
@@ -220,7 +256,7 @@ class _Setting:
         verb = engine.store if op == "store" else engine.load
 
         def call() -> None:
-            _require(verb(self.runs, self.blocks, self.pool, tickets, checksum=checksum), CopyStatus.OK)
+            require(verb(self.runs, self.blocks, self.pool, tickets, checksum=checksum), CopyStatus.OK)
 
         return call
 
@@ -229,7 +265,7 @@ class _Setting:
         self.kv.content[:] = 0
         engine = self.engines[self.case.threads[0]]
         pins, _ = self.pool.acquire(self.keys)
-        _require(engine.load(self.runs, self.blocks, self.pool, pins), CopyStatus.OK)
+        require(engine.load(self.runs, self.blocks, self.pool, pins), CopyStatus.OK)
         self.pool.release(pins)
         if not np.array_equal(_content(self.kv, self.case), _content_of(self.case)):
             raise InvariantError("the copies have moved wrong bytes")
@@ -246,11 +282,8 @@ def _content_of(case: Case) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(2).integers(0, 256, (case.ranges * case.objects, columns), np.uint8)
 
 
-def _require(outcomes: npt.NDArray[np.uint8], wanted: int) -> None:
-    if not (outcomes == wanted).all():
-        raise InvariantError(
-            f"the pool answered {set(outcomes.tolist())}, not {wanted!r}; please report this"
-        )
+def _memcpy(to: _Memory, source: _Memory) -> None:
+    _LIBC.memcpy(to.address, source.address, len(to.content))
 
 
 _LIBC = ctypes.CDLL(None)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +47,8 @@ def interleaved(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[
     return {name: Times(tuple(each)) for name, each in seconds.items()}
 
 
-def each_once(cases: Sequence[Callable[[], object]]) -> Times:
-    """One measured call of each: for cases that must not be repeated."""
-    seconds = []
-    for case in cases:
-        begin = time.perf_counter()
-        case()
-        seconds.append(time.perf_counter() - begin)
-    return Times(tuple(seconds))
+def timed(call: Callable[[], T]) -> tuple[T, float]:
+    """What one call answers, and the seconds it takes."""
+    begin = time.perf_counter()
+    answer = call()
+    return answer, time.perf_counter() - begin
