@@ -57,7 +57,12 @@ def umbp_embedded(folder: Path) -> Iterator[System]:
 def umbp_standalone(folder: Path) -> Iterator[System]:
     """A pool of the node, in the RAM file system; it stays while engines come and go."""
     with tempfile.TemporaryDirectory(prefix="umbp-bench-", dir="/dev/shm") as pool_dir:
-        options = {"mode": "standalone", "pool": "node", "pool_dir": pool_dir, "capacity_bytes": 2 * POOL_BYTES}
+        options = {
+            "mode": "standalone",
+            "pool": "node",
+            "pool_dir": pool_dir,
+            "capacity_bytes": 2 * POOL_BYTES,
+        }
         yield System("UMBP, standalone", spec(connector=tuple(options.items())))
 
 

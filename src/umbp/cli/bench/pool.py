@@ -20,6 +20,7 @@ from umbp.cli.bench.report import Report, Row, publish, rounded
 from umbp.cli.bench.stock import OBJECT_BYTES, PREFIX, Stock, fill, make_pool, require
 from umbp.cli.bench.timing import Times
 from umbp.pool import Outcome, Pool, slot_bytes
+from umbp.pool.pool import EVICTION_POLICY
 from umbp.runtime.mover import pool_geometry
 
 BATCH = 256
@@ -168,7 +169,9 @@ def _add(seconds: dict[str, list[float]], found: Mapping[str, float]) -> None:
 def _bookkeeping() -> Row:
     """By the pool's own sizes, for a pool with four processes attached."""
     slab_bytes, smallest = pool_geometry(1 << 62, [LARGE_OBJECT_BYTES])
-    taken = _native.reserved_bytes(LARGE_POOL_BYTES, LARGE_POOL_BYTES, slab_bytes, smallest, 4)
+    taken = _native.reserved_bytes(
+        LARGE_POOL_BYTES, LARGE_POOL_BYTES, slab_bytes, smallest, 4, EVICTION_POLICY
+    )
     objects = LARGE_POOL_BYTES // slab_bytes * (slab_bytes // slot_bytes(LARGE_OBJECT_BYTES))
     share = (taken - objects * LARGE_OBJECT_BYTES) / LARGE_POOL_BYTES
     return {"case": "bookkeeping", "entries": objects, "share_of_capacity": rounded(share)}
