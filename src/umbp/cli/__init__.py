@@ -14,6 +14,7 @@ _SUBCOMMANDS = {
     "bench": Subcommand("umbp.cli.bench", "bench", "How fast the node pool is here, against references."),
     "demo": Subcommand("umbp.cli.demo", "demo", "A real engine forgets a long prompt and gets it back."),
     "doctor": Subcommand("umbp.cli.doctor", "doctor", "What this machine offers, and whether all is well."),
+    "pool": Subcommand("umbp.cli.pool", "pool", "The pools that the engines of this node share."),
 }
 
 

@@ -1,10 +1,10 @@
 """Slabs for a pool whose objects nobody knows beforehand: many engines of many models share it.
 
-Objects of one size fill whole slabs, so the end of a slab that isn't a whole slot is lost: 2.5 % on average for
-blocks of 64 KiB to 20 MiB in slabs of 64 MiB, 0.6 % in slabs of 256 MiB. A slab is also what moves from one
-size to another when that one starves, and all objects in it go then; smaller slabs lose less. The tables grow
-with the number of the smallest objects: 192 bytes each, 1 % of a pool at the default, 0.4 % where its objects
-have 256 KiB.
+Objects of one size fill whole slabs, so the end of a slab that isn't a whole slot is lost: 2.5 % on average
+for blocks of 64 KiB to 20 MiB in slabs of 64 MiB, 0.6 % in slabs of 256 MiB. A slab is also what moves from
+one size to another when that one starves, and all objects in it go then; smaller slabs lose less. The tables
+grow with the number of the smallest objects: 192 bytes each, 1 % of a pool at the default, 0.4 % where its
+objects have 256 KiB.
 """
 
 from umbp._native import slot_bytes

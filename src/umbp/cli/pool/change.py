@@ -1,0 +1,94 @@
+"""`umbp pool resize`, `clear` and `destroy`."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from umbp.cli.pool.places import SIZE, found_path, in_folder, progress_of
+from umbp.errors import ConfigError, SegmentError
+from umbp.kinds import format_size, nearest
+from umbp.pool import Pool, destroy_pool, inspect_pool
+
+PATIENCE_S = 2.0
+"""How long a command waits for the pool's lock: an operator has more time than an engine."""
+
+
+@click.command()
+@click.argument("name")
+@click.argument("size", type=SIZE)
+@in_folder
+def resize(name: str, size: int, folder: str) -> None:
+    """Grows or shrinks the pool NAME to SIZE while its engines go on.
+
+    Up to what it was created to grow to, in whole slabs. Shrinking evicts what was used least recently, and
+    keeps whatever is being read, written or promised to a request.
+    """
+    with Pool.attach(found_path(name, folder), lock_patience_s=PATIENCE_S) as pool:
+        before = pool.capacity_bytes
+        with progress_of("resizing") as progress:
+            after = pool.resize(size, progress=progress)
+        click.echo(f"{pool.path}: {format_size(before)} -> {format_size(after)}")
+
+
+@click.command()
+@click.argument("name")
+@click.option("--namespace", help="Only this one, by its full name or its number in `stat`.")
+@in_folder
+def clear(name: str, namespace: str | None, folder: str) -> None:
+    """Empties the pool NAME, for all engines; the pool stays.
+
+    What is being stored now isn't published any more; what is being read is freed afterwards.
+    """
+    with Pool.attach(found_path(name, folder), lock_patience_s=PATIENCE_S) as pool:
+        before = pool.stats()["objects"]
+        is_done = pool.clear_all() if namespace is None else pool.clear(_namespace(pool, namespace))
+        if not is_done:
+            raise SegmentError(f"{pool.path} can't be cleared now: a stopped process holds its lock")
+        click.echo(f"{pool.path}: {before - pool.stats()['objects']} objects cleared")
+
+
+def _namespace(pool: Pool, text: str) -> int:
+    """Of a namespace that is there: asking for any other would make it."""
+    found = pool.namespaces()
+    by_name = [each.id for each in found if each.name == text or _is_cut(each.name, text)]
+    by_number = [each.id for each in found if text.isdecimal() and each.id == int(text)]
+    for number in by_name if len(by_name) == 1 else by_number:
+        return number
+    if by_name:
+        raise ConfigError(
+            f"several namespaces of {pool.path} begin like that; name one by its number in stat"
+        )
+    hint = nearest(text, [each.name for each in found])
+    raise ConfigError(f"{pool.path} has no namespace {text!r}{hint}")
+
+
+def _is_cut(shown: str, text: str) -> bool:
+    """Whether a long name is listed by its head."""
+    head = text.encode()[:191]
+    return len(head) == 191 and shown == head.decode(errors="replace")
+
+
+@click.command()
+@click.argument("name")
+@click.option("--yes", is_flag=True, help="Don't ask.")
+@in_folder
+def destroy(name: str, yes: bool, folder: str) -> None:
+    """Deletes the pool NAME and all that is stored in it.
+
+    Running engines notice: they go on without it, and take up a new pool of the same name. Its memory is free
+    when the last of them has let go of it, within seconds.
+    """
+    path = found_path(name, folder)
+    found = inspect_pool(path)
+    attached = [process for process in found.processes if process.is_alive]
+    if attached:
+        pids = ", ".join(str(process.pid) for process in attached)
+        click.echo(f"{len(attached)} processes use {path} (pid {pids}); they go on without it", err=True)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise ConfigError(f"to destroy {path} without being asked, give --yes")
+        click.confirm(f"Destroy {path} with {found.objects} objects?", abort=True, err=True)
+    destroy_pool(path)
+    click.echo(f"{path}: destroyed")

@@ -1,0 +1,118 @@
+"""`umbp pool create`."""
+
+from __future__ import annotations
+
+import click
+
+from umbp.cli.pool.places import DEFAULT_DIR, SIZE, in_folder, path_of, progress_of
+from umbp.errors import ConfigError
+from umbp.kinds import format_size
+from umbp.pool import MemoryPolicy, Pool, shared_geometry
+from umbp.pool.geometry import MIN_OBJECT_BYTES
+from umbp.pool.memory import check_node
+
+_HUGE_PAGES = {"auto": None, "on": True, "off": False}
+
+
+@click.command()
+@click.argument("name")
+@in_folder
+@click.option("--size", type=SIZE, required=True, help="Memory to take now, such as 64GiB.")
+@click.option("--max-size", type=SIZE, help="What `resize` may let it grow to. Default: the size.")
+@click.option(
+    "--group", help="A group whose members may use it, by name or number. Default: its owner alone."
+)
+@click.option(
+    "--slab-size",
+    type=SIZE,
+    help="Slabs: an object must fit one, and objects of one size fill whole ones. "
+    "Default: a 256th of the size, 64MiB to 256MiB, and an eighth of a small pool.",
+)
+@click.option(
+    "--min-object",
+    type=SIZE,
+    help=f"Smaller objects take as much room as this. Smaller costs more for tables (1 % of the pool at "
+    f"{format_size(MIN_OBJECT_BYTES)}). Default: that, and more in a pool that may grow far.",
+)
+@click.option("--high-watermark", type=float, default=1.0, help="Share in use where eviction starts. [1.0]")
+@click.option("--low-watermark", type=float, help="And where it stops. [0.95 of the high one]")
+@click.option(
+    "--hugepages",
+    type=click.Choice(tuple(_HUGE_PAGES)),
+    default="auto",
+    help="Back it with huge pages; without them where the kernel has none. [auto]",
+)
+@click.option("--numa-node", type=int, default=-1, help="Memory node. [-1: that of this process]")
+@click.option("--prefault", is_flag=True, help="Touch all of its memory now rather than at its first use.")
+def create(
+    name: str,
+    folder: str,
+    size: int,
+    max_size: int | None,
+    group: str | None,
+    slab_size: int | None,
+    min_object: int | None,
+    high_watermark: float,
+    low_watermark: float | None,
+    hugepages: str,
+    numa_node: int,
+    prefault: bool,
+) -> None:
+    """Makes the pool NAME: takes --size of memory, and keeps it until the pool is destroyed.
+
+    It survives its engines, and is gone after a reboot. Engines that find no pool make one only if they are
+    given a capacity_bytes.
+    """
+    path = path_of(name, folder)
+    if max_size is not None and max_size < size:
+        raise ConfigError(f"--max-size {format_size(max_size)} is less than --size {format_size(size)}")
+    check_node(numa_node)
+    slab_bytes, min_object_bytes = _geometry(size, max_size, slab_size, min_object)
+    with progress_of("taking memory") as progress:
+        pool = Pool.create(
+            path,
+            size,
+            max_bytes=max_size,
+            group=group,
+            slab_bytes=slab_bytes,
+            min_object_bytes=min_object_bytes,
+            high_watermark=high_watermark,
+            low_watermark=0.95 * high_watermark if low_watermark is None else low_watermark,
+            memory=MemoryPolicy(hugepages=_HUGE_PAGES[hugepages], numa_node=numa_node),
+            progress=progress,
+        )
+    with pool:
+        _tell(pool, name, folder, size)
+        if prefault:
+            with progress_of("touching memory") as progress:
+                if reason := pool.prefault(progress):
+                    click.echo(f"umbp: --prefault: this kernel can't ({reason}); done at first use", err=True)
+
+
+def _geometry(
+    size: int, max_size: int | None, slab_size: int | None, min_object: int | None
+) -> tuple[int, int]:
+    if slab_size is not None and min_object is not None:
+        return slab_size, min_object
+    slab_bytes, min_object_bytes = shared_geometry(size, max_size)
+    return slab_size or slab_bytes, min_object or min_object_bytes
+
+
+def _tell(pool: Pool, name: str, folder: str, asked_bytes: int) -> None:
+    grows = f", may grow to {format_size(pool.max_bytes)}" if pool.max_bytes > pool.capacity_bytes else ""
+    slab, smallest = format_size(pool.native.slab_bytes), format_size(pool.native.min_object_bytes)
+    size = format_size(pool.capacity_bytes)
+    click.echo(f"{pool.path}: {size}{grows}; slabs of {slab}, objects of {smallest} and more")
+    if pool.memory is not None:
+        click.echo(f"memory {pool.memory}")
+        for shortfall in pool.memory.shortfalls():
+            click.echo(f"umbp: {shortfall}", err=True)
+    if pool.capacity_bytes < 0.95 * asked_bytes:
+        click.echo(
+            f"umbp: {format_size(asked_bytes - pool.capacity_bytes)} of the size are not a whole slab and are"
+            " left out; choose a smaller --slab-size",
+            err=True,
+        )
+    if "/" not in name:
+        place = "" if folder == DEFAULT_DIR else f', "pool_dir": "{folder}"'
+        click.echo(f'engines use it with "mode": "standalone", "pool": "{name}"{place}')

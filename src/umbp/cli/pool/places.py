@@ -1,0 +1,107 @@
+"""What the subcommands take: a pool's name and folder, sizes; and how they tell of slow work."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from umbp.errors import ConfigError
+from umbp.kinds import format_size, nearest, parse_size
+from umbp.options import OPTIONS, Options
+from umbp.pool import list_pools, pool_path
+from umbp.pool.memory import Progress
+
+DEFAULT_DIR = str(Options().pool_dir)
+REPORT_INTERVAL_S = 2.0
+
+if TYPE_CHECKING:
+    _ParamType = click.ParamType[int]
+else:
+    _ParamType = click.ParamType  # generic in newer versions only
+
+
+class SizeType(_ParamType):
+    """Bytes: a whole number, or a number with a unit."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        text = str(value)
+        try:
+            return int(text) if re.fullmatch(r"[0-9]{1,20}", text) else parse_size(text)
+        except ValueError as error:
+            self.fail(f"it {error}", param, ctx)
+
+
+SIZE = SizeType()
+
+
+def in_folder(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The option `--dir`, which all subcommands have."""
+    option = click.option(
+        "--dir",
+        "folder",
+        default=DEFAULT_DIR,
+        show_default=True,
+        type=click.Path(file_okay=False),
+        help="Folder of the pool's file, as pool_dir of the engines.",
+    )
+    return option(function)
+
+
+def path_of(name: str, folder: str) -> str:
+    """The file of a pool by its name, or a path as it is; ConfigError for what can't be a name."""
+    if os.sep in name:
+        return os.path.abspath(name)
+    try:
+        OPTIONS["pool"].kind.parse(name)
+    except ValueError as error:
+        raise ConfigError(f"a pool's name {error}") from None
+    return pool_path(os.path.abspath(folder), name)
+
+
+def found_path(name: str, folder: str) -> str:
+    """`path_of` a pool that is there; ConfigError names those that are."""
+    path = path_of(name, folder)
+    if os.path.exists(path):
+        return path
+    if os.sep in name:
+        raise ConfigError(f"there is no file {path}")
+    there = [pool.name for pool in list_pools(folder)]
+    hint = nearest(name, there) or (f"; there is: {', '.join(there)}" if there else "; there is none")
+    raise ConfigError(f"there is no pool {name!r} in {folder}{hint}")
+
+
+@contextmanager
+def progress_of(what: str) -> Iterator[Progress]:
+    """A bar on a terminal, else a line on stderr every two seconds."""
+    if not sys.stderr.isatty():
+        yield _lines(what)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what)
+        yield lambda done, whole: bar.update(task, completed=done, total=whole)
+
+
+def _lines(what: str) -> Progress:
+    said_s = time.monotonic()
+
+    def progress(done_bytes: int, all_bytes: int) -> None:
+        nonlocal said_s
+        if time.monotonic() - said_s >= REPORT_INTERVAL_S:
+            said_s = time.monotonic()
+            click.echo(f"{what}: {format_size(done_bytes)} of {format_size(all_bytes)}", err=True)
+
+    return progress
