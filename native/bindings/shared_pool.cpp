@@ -34,6 +34,7 @@ nb::dict report_dict(const PoolReport& r) {
 #undef X
       // clang-format on
       d["problem"] = text_of(r.problem);
+  d["eviction_policy"] = r.eviction_policy == EvictionPolicy::hazard ? "hazard" : "lru";
   nb::list processes, classes;
   for (const ProcessReport& p : r.processes)
     processes.append(nb::make_tuple(p.place, p.pid, p.uid, p.is_alive, p.holds_size, p.pinned_slots));

@@ -85,6 +85,7 @@ void report_header(const Header& h, PoolReport& report) {
   report.max_bytes = h.geometry.max_bytes;
   report.slab_bytes = h.geometry.slab_bytes;
   report.min_object_bytes = h.geometry.min_object_bytes;
+  report.eviction_policy = EvictionPolicy(h.geometry.eviction_policy);
   report.used_bytes = h.used_bytes;
   report.objects = h.objects;
   report.counters = {

@@ -36,6 +36,7 @@ struct PoolReport {
   u64 created_s = 0, capacity_bytes = 0, max_bytes = 0, slab_bytes = 0, min_object_bytes = 0;
   u64 used_bytes = 0, objects = 0, free_slabs = 0;
   u32 resizing_pid = 0;
+  EvictionPolicy eviction_policy = EvictionPolicy::lru;
   std::vector<ProcessReport> processes;
   std::vector<ClassReport> classes;
   std::vector<NamespaceReport> namespaces;

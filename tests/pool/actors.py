@@ -12,7 +12,7 @@ import numpy as np
 from zygote import Lines
 
 from umbp import _native
-from umbp.pool import Outcome, Pool
+from umbp.pool import Outcome, Pool, inspect_pool
 
 OBJECT_BYTES = 3000
 
@@ -163,6 +163,9 @@ def as_user(lines: Lines, uid: int, gid: int, groups: list[int], path: str, verb
             Pool.create(path, 1 << 20, slab_bytes=1 << 16, min_object_bytes=OBJECT_BYTES, group=group).close()
         elif verb == "destroy":
             _native.destroy(path)
+        elif verb == "inspect":
+            lines.answer(inspect_pool(path).problem)
+            return
         else:
             with Pool.attach(path) as pool:
                 store(pool, pool.namespace("a"), [f"by {uid}"])

@@ -56,6 +56,7 @@ class PoolFile:
     max_bytes: int
     slab_bytes: int
     min_object_bytes: int
+    eviction_policy: str
     used_bytes: int
     objects: int
     free_slabs: int

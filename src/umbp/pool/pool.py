@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from umbp import _native
 from umbp.errors import ConfigError, SegmentError
-from umbp.kinds import format_size
 from umbp.pool.allocation import refuse_unless_it_fits, while_it_fits
 from umbp.pool.handle import PoolHandle, boot_id
 from umbp.pool.limits import memory_limits, refuse_over_limit
@@ -231,16 +230,6 @@ class Pool:
                 return next(filter(None, reasons), "")
         except SegmentError as error:
             return str(error)
-
-    def check_object_bytes(self, object_bytes: int) -> None:
-        """ConfigError, one sentence, where no slab of this pool could hold such an object."""
-        slab_bytes = self.native.slab_bytes
-        if _native.slot_bytes(object_bytes) > slab_bytes:
-            raise ConfigError(
-                f"an object of {format_size(object_bytes)} doesn't fit a slab of {self.path or 'the pool'},"
-                f" which has {format_size(slab_bytes)}; make the pool anew with --slab-size"
-                f" {format_size(_native.slot_bytes(object_bytes))} or more"
-            )
 
     # The life of a pool in a file
 

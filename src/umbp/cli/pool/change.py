@@ -70,6 +70,11 @@ def _is_cut(shown: str, text: str) -> bool:
     return len(head) == 191 and shown == head.decode(errors="replace")
 
 
+def is_terminal() -> bool:
+    """Whether there is somebody to ask."""
+    return sys.stdin.isatty()
+
+
 @click.command()
 @click.argument("name")
 @click.option("--yes", is_flag=True, help="Don't ask.")
@@ -87,7 +92,7 @@ def destroy(name: str, yes: bool, folder: str) -> None:
         pids = ", ".join(str(process.pid) for process in attached)
         click.echo(f"{len(attached)} processes use {path} (pid {pids}); they go on without it", err=True)
     if not yes:
-        if not sys.stdin.isatty():
+        if not is_terminal():
             raise ConfigError(f"to destroy {path} without being asked, give --yes")
         click.confirm(f"Destroy {path} with {found.objects} objects?", abort=True, err=True)
     destroy_pool(path)

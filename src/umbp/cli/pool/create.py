@@ -7,10 +7,13 @@ import click
 from umbp.cli.pool.places import DEFAULT_DIR, SIZE, in_folder, path_of, progress_of
 from umbp.errors import ConfigError
 from umbp.kinds import format_size
+from umbp.options import OPTIONS
 from umbp.pool import MemoryPolicy, Pool, shared_geometry
 from umbp.pool.geometry import MIN_OBJECT_BYTES
 from umbp.pool.memory import check_node
+from umbp.pool.pool import EVICTION_POLICY
 
+EVICTION_POLICIES = OPTIONS["eviction_policy"].kind.words  # type: ignore[attr-defined]
 _HUGE_PAGES = {"auto": None, "on": True, "off": False}
 
 
@@ -34,6 +37,13 @@ _HUGE_PAGES = {"auto": None, "on": True, "off": False}
     help=f"Smaller objects take as much room as this. Smaller costs more for tables (1 % of the pool at "
     f"{format_size(MIN_OBJECT_BYTES)}). Default: that, and more in a pool that may grow far.",
 )
+@click.option(
+    "--eviction-policy",
+    type=click.Choice(EVICTION_POLICIES),
+    default=EVICTION_POLICY,
+    show_default=True,
+    help="What leaves a full pool first.",
+)
 @click.option("--high-watermark", type=float, default=1.0, help="Share in use where eviction starts. [1.0]")
 @click.option("--low-watermark", type=float, help="And where it stops. [0.95 of the high one]")
 @click.option(
@@ -52,6 +62,7 @@ def create(
     group: str | None,
     slab_size: int | None,
     min_object: int | None,
+    eviction_policy: str,
     high_watermark: float,
     low_watermark: float | None,
     hugepages: str,
@@ -76,6 +87,7 @@ def create(
             group=group,
             slab_bytes=slab_bytes,
             min_object_bytes=min_object_bytes,
+            eviction_policy=eviction_policy,
             high_watermark=high_watermark,
             low_watermark=0.95 * high_watermark if low_watermark is None else low_watermark,
             memory=MemoryPolicy(hugepages=_HUGE_PAGES[hugepages], numa_node=numa_node),
@@ -100,7 +112,7 @@ def _geometry(
 
 def _tell(pool: Pool, name: str, folder: str, asked_bytes: int) -> None:
     grows = f", may grow to {format_size(pool.max_bytes)}" if pool.max_bytes > pool.capacity_bytes else ""
-    slab, smallest = format_size(pool.native.slab_bytes), format_size(pool.native.min_object_bytes)
+    slab, smallest = format_size(pool.slab_bytes), format_size(pool.native.min_object_bytes)
     size = format_size(pool.capacity_bytes)
     click.echo(f"{pool.path}: {size}{grows}; slabs of {slab}, objects of {smallest} and more")
     if pool.memory is not None:

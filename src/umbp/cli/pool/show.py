@@ -59,8 +59,8 @@ def stat(name: str, folder: str, as_json: bool) -> None:
         if pool.problem:
             console.print(escape(pool.problem), soft_wrap=True)
         else:
-            for table in _stat_tables(pool):
-                console.print(table)
+            for number, table in enumerate(_stat_tables(pool)):
+                console.print(*([""] if number else []), table, sep="\n")
     sys.exit(1 if pool.problem else 0)
 
 
@@ -158,6 +158,7 @@ def _facts(pool: PoolFile) -> Table:
         "memory": f"{format_size(pool.memory_bytes)} with its tables",
         "slabs": slabs,
         "fragments": waste,
+        "eviction": pool.eviction_policy,
     }
     for name, text in rows.items():
         table.add_row(name, escape(text))
