@@ -13,7 +13,7 @@ BIN := .venv/bin
 NATIVE_SOURCES = $(shell find native tests/native -path '*/third_party' -prune -o -name '*.[ch]pp' -print -o -name '*.h' -print)
 OTHER_VLLM := .venv-vllm033/bin/python
 
-.PHONY: help setup demo test test-quick check format bench setup-vllm033 setup-mooncake soak soak-pool sanitize clean
+.PHONY: help setup demo test test-quick check check-gpu format bench setup-vllm033 setup-mooncake soak soak-pool sanitize clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,10 @@ check: setup  ## lint, formatting, types, and README's table of options
 	$(if $(NATIVE_SOURCES),$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES))
 	$(BIN)/python scripts/update_readme.py --check
 	$(BIN)/mypy
+
+# The environment of `make setup` has torch for processors only: whose torch sees the GPU, says GPU_PYTHON.
+check-gpu:  ## are copies to and from a GPU right, and how fast (GPU_PYTHON=python3 has torch for it and umbp)
+	@$(or $(GPU_PYTHON),$(wildcard $(BIN)/python),python3) -m umbp check-gpu $(CHECK_ARGS)
 
 format: setup  ## format everything, and write README's table of options
 	$(BIN)/python scripts/update_readme.py

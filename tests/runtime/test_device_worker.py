@@ -26,7 +26,7 @@ from umbp.runtime.moves import GroupRuns
 from umbp.runtime.pool_worker import PoolWorkerHandle
 from umbp.testing.contract import RuntimeContract
 from umbp.testing.tensors import FakeTensor
-from umbp.transfer import Engine, direct
+from umbp.transfer import Engine
 from umbp.transfer.direct import DirectEngine
 
 OPTIONS = parse_options({"capacity_bytes": "16MiB"})
@@ -53,7 +53,7 @@ class OneDevice:
 
     def __call__(self, kv_caches: Mapping[str, Any], threads: int) -> Engine:
         caches: Any = {name: DeviceTensor(tensor) for name, tensor in kv_caches.items()}
-        return DirectEngine(caches, self.device, LateCopies(self.device), threads)
+        return DirectEngine(caches, self.device, LateCopies(self.device), threads, shortest_bytes=1)
 
 
 class DeviceRuntime(EmbeddedRuntime):
@@ -62,11 +62,6 @@ class DeviceRuntime(EmbeddedRuntime):
     ) -> PoolWorkerHandle:
         keeper = OwnPool(OPTIONS, namespace, topology.rank_count)
         return PoolWorkerHandle(OPTIONS, layout, keeper, make_engine=OneDevice())
-
-
-@pytest.fixture(autouse=True)
-def everything_goes_directly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "SHORTEST_DIRECT_BYTES", 1)
 
 
 class TestDeviceRuntime(RuntimeContract):

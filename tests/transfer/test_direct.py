@@ -66,7 +66,7 @@ def make(device: LateDevice) -> Iterator[Callable[[Caches], DirectEngine]]:
     engines: list[DirectEngine] = []
 
     def made(caches: Caches) -> DirectEngine:
-        engines.append(DirectEngine(caches, device, LateCopies(device), 1))
+        engines.append(DirectEngine(caches, device, LateCopies(device), 1, shortest_bytes=1))
         return engines[-1]
 
     yield made
@@ -108,7 +108,6 @@ def test_what_one_engine_stores_the_other_loads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(direct, "COPIES_PER_CALL", per_call)
-    monkeypatch.setattr(direct, "SHORTEST_DIRECT_BYTES", 1)
     caches = kv_caches(layout)
     runs = derive_runs(caches, BLOCKS)
     original = {name: cache.clone() for name, cache in caches.items()}
@@ -241,7 +240,7 @@ def test_a_driver_s_failure_costs_its_own_blocks(
         assert move(runs, [3, 4], pool, asked).tolist() == [CopyStatus.OK] * 2
     pool.release(held)
     assert torch.equal(caches["layer2"][3:5], caches["layer2"][1:3])
-    assert engine.is_direct
+    assert engine.reaches(pool)
 
 
 def test_rows_that_were_refused_stay_refused_when_the_driver_fails(
@@ -398,16 +397,15 @@ def test_pools_come_and_go_under_one_engine(
 # Layouts
 
 
-def test_blocks_in_many_short_pieces_go_the_other_way(
-    pool: Pool, device: LateDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_in_many_short_pieces_go_the_other_way(pool: Pool, device: LateDevice) -> None:
     caches = kv_caches("LHBNC")
     runs = derive_runs(caches, BLOCKS)
     piece = TOKENS * DIM * 2
-    fallback = LateCopies(device)
-    with DirectEngineClosing(DirectEngine(caches, device, fallback, 1)) as engine:
-        for shortest, calls in ((piece, 0), (piece + 1, 1)):
-            monkeypatch.setattr(direct, "SHORTEST_DIRECT_BYTES", shortest)
+    for shortest, calls in ((piece, 0), (piece + 1, 1)):
+        fallback = LateCopies(device)
+        with DirectEngineClosing(
+            DirectEngine(caches, device, fallback, 1, shortest_bytes=shortest)
+        ) as engine:
             _, tickets = reserve(pool, 1, f"at {shortest} ")
             assert engine.store(runs, [0], pool, tickets).tolist() == [CopyStatus.OK]
             assert fallback.calls == calls

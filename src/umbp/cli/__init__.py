@@ -12,6 +12,7 @@ from umbp.errors import UMBPError
 
 _SUBCOMMANDS = {
     "bench": Subcommand("umbp.cli.bench", "bench", "How fast the node pool is here, against references."),
+    "check-gpu": Subcommand("umbp.cli.gpu", "check_gpu", "Are copies to and from a GPU right, and how fast?"),
     "demo": Subcommand("umbp.cli.demo", "demo", "A real engine forgets a long prompt and gets it back."),
     "doctor": Subcommand("umbp.cli.doctor", "doctor", "What this machine offers, and whether all is well."),
     "pool": Subcommand("umbp.cli.pool", "pool", "The pools that the engines of this node share."),

@@ -43,10 +43,17 @@ class DirectEngine:
     direction is used by one thread at a time; both may run at once."""
 
     def __init__(
-        self, kv_caches: Mapping[str, torch.Tensor], driver: Driver, fallback: Engine, threads: int
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        driver: Driver,
+        fallback: Engine,
+        threads: int,
+        *,
+        shortest_bytes: int = SHORTEST_DIRECT_BYTES,
     ) -> None:
         """`kv_caches`: tensors of the driver's device, kept alive by the caller until `close`; `fallback` is
-        closed with this engine and takes this driver's fences."""
+        closed with this engine and takes this driver's fences, and blocks whose runs are shorter on average
+        than `shortest_bytes`."""
         allocations = sorted(
             {
                 (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
@@ -61,12 +68,13 @@ class DirectEngine:
         self._host = CopyEngine(threads)
         self._pins = Pins(driver)
         self._streams = {"load": driver.stream(), "store": driver.stream()}
+        self._shortest_bytes = shortest_bytes
         self._failures = 0
 
-    @property
-    def is_direct(self) -> bool:
-        """False once the driver has failed too often."""
-        return self._failures < FAILURES_IN_A_ROW
+    def reaches(self, pool: Pool) -> bool:
+        """Whether copies of this pool go directly: not once the driver has failed too often, or where it
+        can't pin the pool."""
+        return self._failures < FAILURES_IN_A_ROW and self._pins.hold(pool)
 
     def prepare(self, pool: Pool) -> None:
         """Pin the pool's memory, which takes a while where it is large."""
@@ -135,7 +143,7 @@ class DirectEngine:
 
     def _goes_directly(self, runs: BlockRuns, pool: Pool) -> bool:
         lengths = merged_columns(runs)[2]
-        return self.is_direct and lengths.mean() >= SHORTEST_DIRECT_BYTES and self._pins.hold(pool)
+        return bool(lengths.mean() >= self._shortest_bytes) and self.reaches(pool)
 
     def _move(
         self, direction: str, runs: BlockRuns, blocks: npt.NDArray[np.int64], objects: Addresses, fence: Any
