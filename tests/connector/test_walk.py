@@ -56,7 +56,11 @@ class Walk:
         load_async = random.random() < 0.6 or depth == 2
         self.engine = make_engine(
             runtime,
-            {"load_async": load_async, "save_decode_cache": random.random() < 0.5},
+            {
+                "load_async": load_async,
+                "save_decode_cache": random.random() < 0.5,
+                "write_policy": random.choice(["through", "lazy"]),
+            },
             depth=depth,
             ranks=random.choice([1, 2]),
             blocks=random.choice([20, 28, 48]),

@@ -187,6 +187,17 @@ class TestAnswersWhenClosed(Broken):
             pass
 
 
+class TestStopsAtTheFirstAbsence(Broken):
+    class Scheduler(ReferenceSchedulerHandle):
+        def present_raw(self, group_id: int, block_hashes: Sequence[bytes]) -> list[bool]:
+            leading = self.lookup_raw(group_id, block_hashes)
+            return [block < leading for block in range(len(block_hashes))]
+
+        def lookup_raw(self, group_id: int, block_hashes: Sequence[bytes]) -> int:
+            hits = super().present_raw(group_id, block_hashes)
+            return hits.index(False) if False in hits else len(hits)
+
+
 class TestHoldsNothing(Broken):
     class Scheduler(ReferenceSchedulerHandle):
         def hold(self, request_id: str, keys: Sequence[str]) -> int:

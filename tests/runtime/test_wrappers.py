@@ -88,6 +88,7 @@ def test_a_lie_is_only_ever_a_miss() -> None:
     assert len({sum(answer) for answer in answers}) > 1
     for n in range(20):
         assert 0 <= scheduler.lookup_raw(0, hashes(16)) <= 8
+        assert not any(scheduler.present_raw(0, hashes(16))[8:])
         assert 0 <= scheduler.hold(str(n), keys) <= 8
         scheduler.unhold(str(n))
 
@@ -214,10 +215,11 @@ def test_every_way_of_asking_takes_its_time() -> None:
     scheduler: Any = rig.scheduler
     scheduler.lookup([])
     scheduler.lookup_raw(0, [])
+    scheduler.present_raw(0, [])
     scheduler.lookup_states([])
     scheduler.hold("r", [])
     scheduler.hold_raw("r", 0, [])
-    assert clock.slept_s == [1.0, 1.0, 1.0, 2.0, 2.0]
+    assert clock.slept_s == [1.0, 1.0, 1.0, 1.0, 2.0, 2.0]
 
 
 @pytest.mark.parametrize("delays", [{"lod": 1.0}, {"load": -1.0}, {"load": 61.0}, {"load": float("nan")}])
@@ -271,12 +273,13 @@ def test_the_meter_counts_holds_and_clears() -> None:
     scheduler.hold("r", rig.keys(hashes(3)))
     scheduler.hold_raw("r", 0, hashes(3))
     scheduler.lookup_raw(0, hashes(3))
+    scheduler.present_raw(0, hashes(3))
     scheduler.lookup_states(rig.keys(hashes(3)))
     scheduler.unhold("r")
     assert scheduler.clear()
     scheduler.take_evicted_keys()
     counts = {name: tally.items for name, tally in meter.snapshot().items()}
-    for verb in ("hold", "hold_raw", "lookup_raw", "lookup_states"):
+    for verb in ("hold", "hold_raw", "lookup_raw", "present_raw", "lookup_states"):
         assert counts[verb, "hit"] == 2
         assert counts[verb, "miss"] == 1
     assert counts["unhold", "ok"] == counts["clear", "ok"] == 1

@@ -38,9 +38,11 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         PoolView(_runtime(options), topology, kv_cache_config.kv_tp_replicas),
         options,
         block_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         ranks=topology.rank_count,
         reads=transfer.is_kv_consumer,
         writes=transfer.is_kv_producer,
+        is_lazy=options.write_policy == "lazy" and support.can_write_lazily(vllm_config, kv_cache_config),
     )
 
 

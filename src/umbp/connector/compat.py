@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, get_block_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
 if TYPE_CHECKING:
@@ -122,6 +123,18 @@ def scheduled_requests(output: SchedulerOutput) -> Iterable[tuple[str, int]]:
         yield request_id, computed + output.num_scheduled_tokens[request_id]
 
 
+def taken_blocks(output: SchedulerOutput, block_tokens: int) -> tuple[int, int]:
+    """How many free blocks this step's requests took at most, and how many of those hold nothing computed or
+    loaded yet: the others were hits of the engine's own cache, or a load's.
+    """
+    taken = fresh = 0
+    for new in output.scheduled_new_reqs:
+        taken += len(new.block_ids[0])
+        fresh += len(new.block_ids[0]) - new.num_computed_tokens // block_tokens
+    more = sum(len(ids[0]) for ids in output.scheduled_cached_reqs.new_block_ids if ids is not None)
+    return taken + more, fresh + more
+
+
 def preempted_requests(output: SchedulerOutput) -> Iterable[str]:
     """Ids of the requests that lost their blocks since the last step."""
     return output.preempted_req_ids or ()
@@ -147,6 +160,70 @@ def pin_blocks(pool: BlockPool, block_ids: Sequence[int]) -> None:
 def unpin_blocks(pool: BlockPool, block_ids: Sequence[int]) -> None:
     """Give back one pin of each block; the last of a prefix becomes the first to be reused."""
     pool.free_blocks([pool.blocks[block_id] for block_id in reversed(block_ids)])
+
+
+def tells_evictions(pool: BlockPool) -> bool:
+    """Whether `next_evicted` and `unpin_evictable` know this vLLM's block pool, and it caches anything."""
+    queue = getattr(pool, "free_block_queue", None)
+    names = ("fake_free_list_head", "fake_free_list_tail", "num_free_blocks")
+    return pool.enable_caching and all(hasattr(queue, name) for name in names)
+
+
+def next_evicted(pool: BlockPool, limit: int) -> list[tuple[int, bytes | None]]:
+    """The free blocks that will be given away next, at most `limit`, the first first: id and name.
+
+    A name stands for one time that the engine has cached a block: the block gets another object when it is
+    cached again, be it under the same hash, and None when it isn't cached any more.
+    """
+    queue = pool.free_block_queue
+    last = queue.fake_free_list_tail
+    block = queue.fake_free_list_head.next_free_block
+    found: list[tuple[int, bytes | None]] = []
+    while block is not None and block is not last and len(found) < limit:
+        found.append((block.block_id, block.block_hash))
+        block = block.next_free_block
+    return found
+
+
+def cached_name(pool: BlockPool, block_id: int) -> bytes | None:
+    """The name, as `next_evicted` tells it, of any block."""
+    return pool.blocks[block_id].block_hash
+
+
+def hash_of_name(name: bytes) -> bytes:
+    """The block hash in a name."""
+    return get_block_hash(BlockHashWithGroupId(name))
+
+
+def unpin_evictable(
+    pool: BlockPool, block_ids: Sequence[int], behind: Sequence[tuple[int, bytes | None] | None]
+) -> int:
+    """Give back one pin of each of these blocks, which `next_evicted` has told; returns how many are free.
+
+    Each returns to its place: behind the block that was told before it, if that still waits to be given away,
+    else behind the one returned before it, or to the front. (vLLM's own `free_blocks` would make them the
+    last to be given away.)
+    """
+    queue = pool.free_block_queue
+    place = queue.fake_free_list_head
+    free = 0
+    for block_id, neighbour in zip(block_ids, behind, strict=True):
+        block = pool.blocks[block_id]
+        block.ref_cnt -= 1
+        if block.ref_cnt:
+            continue
+        if neighbour is not None:
+            before = pool.blocks[neighbour[0]]
+            if before.next_free_block is not None and before.block_hash is neighbour[1]:
+                place = before
+        after = place.next_free_block
+        assert after is not None, "the end of vLLM's free list is never taken"
+        place.next_free_block, block.prev_free_block = block, place
+        block.next_free_block, after.prev_free_block = after, block
+        place = block
+        free += 1
+    queue.num_free_blocks += free
+    return free
 
 
 def hide_blocks(pool: BlockPool, block_ids: Sequence[int]) -> None:

@@ -119,6 +119,9 @@ class UMBPStoreConnector(KVConnectorBase_V1):
     def has_pending_push_work(self) -> bool:
         return self.scheduler_side.has_pending_stores()
 
+    def has_pending_block_frees(self) -> bool:
+        return self.scheduler_side.delays_allocations()
+
     def reset_cache(self) -> bool | None:
         return self.scheduler_side.reset()
 

@@ -63,6 +63,27 @@ def require_safe_loads(vllm_config: VllmConfig, options: Options) -> None:
         )
 
 
+def can_write_lazily(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """Whether blocks can be stored when the engine is about to evict them; says in one line why not.
+
+    Others, to whom a producer hands its blocks, would not find them; and what is cached by several groups, or
+    not at all, has no one order of eviction.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_role != "kv_both":
+        reason = f"kv_role 'kv_both', not {None if transfer is None else transfer.kv_role!r}"
+    elif not vllm_config.cache_config.enable_prefix_caching:
+        reason = "vLLM's own prefix caching, which is off"
+    elif len(kv_cache_config.kv_cache_groups) != 1:
+        reason = f"one KV cache group, not {len(kv_cache_config.kv_cache_groups)}"
+    else:
+        return True
+    logger.warning(
+        "UMBP: write_policy 'lazy' needs %s: every block is stored when it has been computed", reason
+    )
+    return False
+
+
 def warn_of_risks(vllm_config: VllmConfig, options: Options) -> None:
     """Say once, at start, what is allowed but may surprise."""
     transfer = vllm_config.kv_transfer_config

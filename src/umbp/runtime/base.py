@@ -37,6 +37,8 @@ class Capabilities:
     """Scheduler: `SupportsHold`; with `lookup_raw` also `SupportsRawHold`."""
     lookup_raw: bool = False
     """Scheduler: `SupportsRawLookup`."""
+    presence: bool = False
+    """Scheduler: `SupportsPresence`."""
     lookup_states: bool = False
     """Scheduler: `SupportsLookupStates`."""
     note: bool = False
@@ -188,6 +190,15 @@ class SupportsRawLookup(Protocol):
 
     def lookup_raw(self, group_id: int, block_hashes: Sequence[bytes]) -> int:
         """How many leading blocks every rank of the handle's topology has published; else like `lookup`."""
+        ...
+
+
+@runtime_checkable
+class SupportsPresence(Protocol):
+    """Capability `presence`, scheduler: by block hash, for blocks that aren't one prefix."""
+
+    def present_raw(self, group_id: int, block_hashes: Sequence[bytes]) -> Sequence[bool]:
+        """Whether every rank of the handle's topology has published each block; else like `lookup`."""
         ...
 
 

@@ -32,7 +32,14 @@ class EmbeddedRuntime:
     """Mode `embedded`."""
 
     capabilities = Capabilities(
-        hold=True, lookup_raw=True, note=True, evicted_keys=True, attach=True, usage=True, local=True
+        hold=True,
+        lookup_raw=True,
+        presence=True,
+        note=True,
+        evicted_keys=True,
+        attach=True,
+        usage=True,
+        local=True,
     )
 
     def __init__(self, options: Options) -> None:
@@ -180,7 +187,6 @@ def refuse_unbuilt(options: Options) -> None:
     """
     unbuilt = {
         "eviction_policy": options.eviction_policy == "hazard",
-        "write_policy": options.write_policy == "lazy",
         "lookup_async": options.lookup_async,
     }
     for name, is_asked in unbuilt.items():

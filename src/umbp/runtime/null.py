@@ -24,7 +24,9 @@ from umbp.runtime.base import Capabilities, LookupState
 class NullRuntime:
     """Keeps nothing, and says so."""
 
-    capabilities = Capabilities(hold=True, lookup_raw=True, lookup_states=True, note=True, cancel=True)
+    capabilities = Capabilities(
+        hold=True, lookup_raw=True, presence=True, lookup_states=True, note=True, cancel=True
+    )
 
     def create_scheduler_handle(
         self, namespace: UMBPNamespace, topology: RankTopology, layout: KVLayoutDescriptor
@@ -45,6 +47,9 @@ class NullSchedulerHandle:
 
     def lookup_raw(self, group_id: int, block_hashes: Sequence[bytes]) -> int:
         return 0
+
+    def present_raw(self, group_id: int, block_hashes: Sequence[bytes]) -> list[bool]:
+        return [False] * len(block_hashes)
 
     def lookup_states(self, keys: Sequence[str]) -> list[LookupState]:
         return [LookupState.MISS] * len(keys)

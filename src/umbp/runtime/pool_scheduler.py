@@ -84,6 +84,14 @@ class PoolSchedulerHandle:
     def lookup_raw(self, group_id: int, block_hashes: Sequence[bytes]) -> int:
         return self._match(self._binding.pools(), group_id, block_hashes)
 
+    def present_raw(self, group_id: int, block_hashes: Sequence[bytes]) -> Sequence[bool]:
+        pools = self._binding.pools()
+        present = np.full(len(block_hashes), bool(pools))
+        for rank, pool in pools.items():
+            present &= pool.lookup_raw(self._codec.key_prefix(group_id, rank), block_hashes)
+        answer: list[bool] = present.tolist()
+        return answer
+
     def _match(self, pools: Mapping[Rank, Pool], group_id: int, block_hashes: Sequence[bytes]) -> int:
         if not pools:
             return 0

@@ -56,7 +56,14 @@ class StandaloneRuntime:
     """Mode `standalone`."""
 
     capabilities = Capabilities(
-        hold=True, lookup_raw=True, note=True, evicted_keys=True, attach=True, usage=True, local=True
+        hold=True,
+        lookup_raw=True,
+        presence=True,
+        note=True,
+        evicted_keys=True,
+        attach=True,
+        usage=True,
+        local=True,
     )
 
     def __init__(self, options: Options) -> None:

@@ -34,6 +34,7 @@ class ReferenceRuntime:
     capabilities = Capabilities(
         hold=True,
         lookup_raw=True,
+        presence=True,
         lookup_states=True,
         note=True,
         evicted_keys=True,
@@ -149,8 +150,10 @@ class ReferenceSchedulerHandle:
         return LookupState.PENDING if key in self._shelf.written else LookupState.MISS
 
     def lookup_raw(self, group_id: int, block_hashes: Sequence[bytes]) -> int:
-        whole = takewhile(lambda block: all(self.lookup(self._keys(group_id, block))), block_hashes)
-        return sum(1 for _ in whole)
+        return sum(1 for _ in takewhile(bool, self.present_raw(group_id, block_hashes)))
+
+    def present_raw(self, group_id: int, block_hashes: Sequence[bytes]) -> list[bool]:
+        return [all(self.lookup(self._keys(group_id, block))) for block in block_hashes]
 
     def _keys(self, group_id: int, block_hash: bytes) -> list[str]:
         return [self._codec.key_for_namespace(block_hash, group_id, rank) for rank in self._ranks]

@@ -1,6 +1,7 @@
-"""The scheduler's half of the connector: three questions in three modules, wired here.
+"""The scheduler's half of the connector: its questions, each in a module of its own, wired here.
 
-*match*: how much of a prompt is stored. *plan*: what a step loads and stores. *account*: what is in flight.
+*match*: how much of a prompt is stored. *plan*: what a step can load and store. *write* and *lazy*: when it
+is stored. *account*: what is in flight.
 Runs in the engine core's process, on its one thread; nothing here blocks longer than the runtime's lookups
 do.
 """
@@ -11,12 +12,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
+
 from umbp.connector import compat
 from umbp.connector.scheduler.account import Ledger, LoadEntry, Quarantine, StoreEntry
+from umbp.connector.scheduler.lazy import LazyWriter
 from umbp.connector.scheduler.match import Matcher
 from umbp.connector.scheduler.plan import BlockSpan, Planner
 from umbp.connector.scheduler.pool_view import PoolView
 from umbp.connector.scheduler.state import RequestState
+from umbp.connector.scheduler.write import ThroughWriter, Writer
 from umbp.connector.stats import UMBPStats
 from umbp.connector.wire import (
     UMBPConnectorMetadata,
@@ -36,6 +41,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+logger = init_logger("vllm.umbp")
+
+
 class SchedulerSide:
     """What vLLM's scheduler asks of the connector, in the order that it asks."""
 
@@ -45,11 +53,16 @@ class SchedulerSide:
         options: Options,
         *,
         block_tokens: int,
+        step_tokens: int,
         ranks: int,
         reads: bool,
         writes: bool,
+        is_lazy: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`step_tokens`: how many tokens the engine computes in a step at most; `is_lazy`: store what it is
+        about to evict, where its block pool tells that.
+        """
         self._options = options
         self._block_tokens = block_tokens
         self._pool = pool
@@ -62,13 +75,32 @@ class SchedulerSide:
         self._admitted: dict[str, tuple[int, BlockLoadBatch]] = {}
         self._filling: set[bytes] = set()
         self._stores_before_reset: frozenset[int] = frozenset()
+        self._is_lazy = is_lazy
+        self._step_blocks = -(-step_tokens // block_tokens) + 1
         self._block_pool: BlockPool | None = None
+        self._writer: Writer | None = None
         self._stats = UMBPStats()
 
     # Start
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         self._block_pool = block_pool
+        if self._is_lazy and not compat.tells_evictions(block_pool):
+            logger.warning(
+                "UMBP: write_policy 'lazy' can't tell what this vLLM's block pool is about to evict: every "
+                "block is stored when it has been computed"
+            )
+            self._is_lazy = False
+        if self._is_lazy:
+            self._writer = LazyWriter(
+                self._planner,
+                self._pool,
+                block_pool,
+                block_tokens=self._block_tokens,
+                step_blocks=self._step_blocks,
+            )
+        else:
+            self._writer = ThroughWriter(self._planner, block_pool, self._block_tokens, self._stats)
 
     def bind_workers(self, reports: Mapping[Rank, UMBPHandshakeMetadata]) -> None:
         """Adopt the workers' namespace and attach to their pools; called at start, and again after a
@@ -121,6 +153,8 @@ class SchedulerSide:
         state.is_loading = True
         batch = self._planner.load_batch(request.request_id, span)
         self._admitted[request.request_id] = (self._loads.open(entry), batch)
+        if self._writer is not None:
+            self._writer.note_load(len(block_ids), len(span.block_ids))
         if not self._options.load_async:
             self._filling.update(span.block_hashes)
 
@@ -155,27 +189,10 @@ class SchedulerSide:
         return meta
 
     def _plan_stores(self, output: SchedulerOutput, meta: UMBPConnectorMetadata) -> None:
-        pinned: list[int] = []
-        hashes: list[tuple[str, tuple[bytes, ...]]] = []
-        for request_id, computed_tokens in compat.scheduled_requests(output):
-            state = self._requests.get(request_id)
-            if state is None or state.is_loading:
-                # A step that waits for a request's load computes garbage on every rank if the load fails on
-                # one, and only that rank knows in time: what it computes is stored once all have reported.
-                continue
-            if state.has_lost_store:
-                self._stats.add("dropped_store_tokens", self._planner.skip(state, computed_tokens))
-                continue
-            span = self._planner.storable(state, computed_tokens, output)
-            if span is not None:
-                meta.store_requests[request_id] = self._planner.store_batch(request_id, span)
-                pinned.extend(span.block_ids)
-                hashes.append((request_id, span.block_hashes))
-        if pinned:
-            assert self._block_pool is not None
-            compat.pin_blocks(self._block_pool, pinned)
-            entry = StoreEntry(tuple(pinned), self._block_tokens, tuple(hashes))
-            meta.store_event = self._stores.open(entry)
+        plan = self._writer.plan(output, self._requests) if self._writer is not None else None
+        if plan is not None:
+            meta.store_requests.update(plan.batches)
+            meta.store_event = self._stores.open(plan.entry)
 
     def settle(self, output: KVConnectorOutput) -> None:
         """Take in what the workers report."""
@@ -194,6 +211,10 @@ class SchedulerSide:
         """Whether source blocks are pinned, so that the engine must keep stepping to get them back."""
         return len(self._stores) > 0
 
+    def delays_allocations(self) -> bool:
+        """Whether the engine should rather wait for blocks than take them away from a request."""
+        return self._writer is not None and self._writer.delays_allocations
+
     # The whole pool
 
     def reset(self) -> bool:
@@ -206,6 +227,8 @@ class SchedulerSide:
             self._matcher.withdraw(state)
             state.is_stale = state.tracker.saved_tokens > 0 or state.is_loading or state.was_counted
         self._stores_before_reset = self._stores.events()
+        if self._writer is not None:
+            self._writer.forget()
         return self._pool.clear()
 
     def _settle_reset(self, event: int) -> None:
@@ -227,6 +250,8 @@ class SchedulerSide:
         """
         self._loads.audit()
         self._stores.audit()
+        if self._writer is not None:
+            self._writer.audit()
         for request_id, state in self._requests.items():
             if state.promise is not None and state.is_loading:
                 raise InvariantError(f"request {request_id} loads and is promised more: {state}")
@@ -297,13 +322,9 @@ class SchedulerSide:
             state.is_loading = False
 
     def _close_store(self, entry: StoreEntry, result: StoreEventResult) -> None:
-        assert self._block_pool is not None
-        compat.unpin_blocks(self._block_pool, entry.block_ids)
+        assert self._writer is not None
         failed = {block_hash for _, block_hash in result.failed_objects}
-        for request_id, block_hashes in entry.hashes_by_request:
-            state = self._requests.get(request_id)
-            if state is not None and not failed.isdisjoint(block_hashes):
-                state.has_lost_store = True
+        self._writer.give_back(entry, failed, self._requests)
         dropped = min(len(result.failed_objects), len(entry.block_ids))
         self._stats.add("dropped_store_tokens", dropped * entry.block_tokens)
         self._stats.add("stored_tokens", (len(entry.block_ids) - dropped) * entry.block_tokens)

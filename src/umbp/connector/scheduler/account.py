@@ -33,7 +33,9 @@ class StoreEntry:
 
     block_ids: tuple[int, ...]
     block_tokens: int
-    hashes_by_request: tuple[tuple[str, tuple[bytes, ...]], ...]
+    hashes_by_request: tuple[tuple[str, tuple[bytes, ...]], ...] = ()
+    behind: tuple[tuple[int, bytes | None] | None, ...] = ()
+    """For blocks that were about to be evicted: the one before each in that order, by id and name."""
 
 
 Entry = TypeVar("Entry", LoadEntry, StoreEntry)

@@ -1,12 +1,12 @@
 """What the workers shall move in one step: loads that were admitted, stores of blocks that the step
 completes.
 
-Scheduler thread only. What is stored of a request is always a contiguous prefix, so that all of it can be
-found again.
+Scheduler thread only. What a step completes of a request is always a contiguous prefix.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,44 +49,68 @@ class Planner:
 
     def store_batch(self, request_id: str, span: BlockSpan) -> BlockStoreBatch:
         """The store of one span, in keys of rank 0; each block's parent is the block before it."""
-        count = len(span.block_ids)
+        parents = (span.parent_hash, *span.block_hashes[:-1])
+        return self.loose_batch(request_id, span.block_ids, span.block_hashes, parents)
+
+    def loose_batch(
+        self,
+        request_id: str,
+        block_ids: Sequence[int],
+        block_hashes: Sequence[bytes],
+        parents: Sequence[bytes | None],
+    ) -> BlockStoreBatch:
+        """The same of blocks that need not be one prefix; each block's ancestors stand before it."""
+        count = len(block_ids)
         return BlockStoreBatch(
-            keys=self._pool.codec.keys(span.block_hashes, GROUP),
-            block_ids=span.block_ids,
+            keys=self._pool.codec.keys(block_hashes, GROUP),
+            block_ids=block_ids,
             group_ids=(GROUP,) * count,
-            block_hashes=span.block_hashes,
-            parent_block_hashes=(span.parent_hash, *span.block_hashes[:-1]),
+            block_hashes=block_hashes,
+            parent_block_hashes=parents,
             token_ids=((),) * count,
             block_sizes=(self._block_tokens,) * count,
             request_id=request_id,
         )
 
-    def storable(
+    def is_done(self, state: RequestState) -> bool:
+        """Whether nothing that this request may still compute is to be stored; cheap, asked in every step."""
+        if self._with_output:
+            return False
+        return state.request.num_prompt_tokens - state.tracker.saved_tokens < self._block_tokens
+
+    def completed(
         self, state: RequestState, computed_tokens: int, output: SchedulerOutput
     ) -> BlockSpan | None:
-        """Blocks that are full once this step has run and that some rank lacks; moves the request's mark past
-        them.
+        """Blocks beyond the request's mark that are full once this step has run; moves the mark past them.
 
-            0 ....... saved ....... present ....... full ....... table's end
-                                    | stored now   |
+        Those of the engine's own prefix hit are among them at the request's first step.
         """
         if not self._writes or state.is_stale or not self._pool.is_open:
             return None
-        request = state.request
-        hashes = request.block_hashes
+        hashes = state.request.block_hashes
         saved, full = self._unsaved(state, computed_tokens)
         if full <= saved:
             return None
-        table = compat.block_table(output, request.request_id)
+        table = compat.block_table(output, state.request.request_id)
         if table is None:
             return None
         full = min(full, len(table))
         state.tracker.mark_saved(full * self._block_tokens, self._block_tokens)
-        first = saved + self._pool.present(hashes[saved:full])
-        if first >= full:
+        parent = hashes[saved - 1] if saved else None
+        return BlockSpan(tuple(table[saved:full]), tuple(hashes[saved:full]), parent)
+
+    def lacking(self, span: BlockSpan) -> BlockSpan | None:
+        """The rest of a span from its first block on that some rank lacks.
+
+        0 ....... saved ....... present ....... full
+                  | span                       |
+                                | lacking      |
+        """
+        present = self._pool.present(span.block_hashes)
+        if present >= len(span.block_ids):
             return None
-        parent = hashes[first - 1] if first else None
-        return BlockSpan(tuple(table[first:full]), tuple(hashes[first:full]), parent)
+        parent = span.block_hashes[present - 1] if present else span.parent_hash
+        return BlockSpan(span.block_ids[present:], span.block_hashes[present:], parent)
 
     def skip(self, state: RequestState, computed_tokens: int) -> int:
         """Move the request's mark past the blocks that are full once this step has run; returns their

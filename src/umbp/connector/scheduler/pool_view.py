@@ -1,4 +1,4 @@
-"""The pool as the scheduler sees it: a runtime's handle with whatever it can do, behind five questions.
+"""The pool as the scheduler sees it: a runtime's handle with whatever it can do, behind a few questions.
 
 Scheduler thread only. This is the edge where a runtime's faults stop: whatever goes wrong is a miss, said
 once a minute.
@@ -79,6 +79,16 @@ class PoolView:
         keys = self._rank_keys(hashes)
         found: list[bool] = self._ask(lambda handle: list(handle.lookup(keys)), [])
         return self._whole_blocks(next((i for i, hit in enumerate(found) if not hit), len(found)))
+
+    def stored(self, hashes: Sequence[bytes]) -> list[bool]:
+        """Which of these blocks every rank has at this moment; they need not be one prefix."""
+        nothing = [False] * len(hashes)
+        if self._can.presence:
+            return self._ask(lambda handle: list(handle.present_raw(GROUP, hashes)), nothing)
+        ranks = self._topology.rank_count
+        keys = self._rank_keys(hashes)
+        found: list[bool] = self._ask(lambda handle: list(handle.lookup(keys)), [False] * len(keys))
+        return [all(found[first : first + ranks]) for first in range(0, len(found), ranks)]
 
     def hold(self, owner: str, hashes: Sequence[bytes]) -> int:
         """How many leading blocks every rank has; kept there until `unhold(owner)` where the runtime can."""

@@ -110,6 +110,9 @@ class FaultySchedulerHandle(PassingSchedulerHandle):
     def lookup_raw(self, group_id: int, block_hashes: Sequence[bytes]) -> int:
         return self._inner.lookup_raw(group_id, block_hashes[: self._told(len(block_hashes))])
 
+    def present_raw(self, group_id: int, block_hashes: Sequence[bytes]) -> Sequence[bool]:
+        return [hit and not self._lies() for hit in self._inner.present_raw(group_id, block_hashes)]
+
     def lookup_states(self, keys: Sequence[str]) -> Sequence[LookupState]:
         states = self._inner.lookup_states(keys)
         return [LookupState.MISS if s is LookupState.HIT and self._lies() else s for s in states]

@@ -92,6 +92,12 @@ class MeteredSchedulerHandle(PassingSchedulerHandle):
         self._count("lookup_raw", hits, len(block_hashes), begun)
         return hits
 
+    def present_raw(self, group_id: int, block_hashes: Sequence[bytes]) -> Sequence[bool]:
+        begun = self._meter.clock()
+        hits = super().present_raw(group_id, block_hashes)
+        self._count("present_raw", sum(hits), len(block_hashes), begun)
+        return hits
+
     def lookup_states(self, keys: Sequence[str]) -> Sequence[LookupState]:
         begun = self._meter.clock()
         states = super().lookup_states(keys)

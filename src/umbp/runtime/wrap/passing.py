@@ -32,6 +32,7 @@ class AnyScheduler(
     base.UMBPSchedulerHandle,
     base.SupportsHold,
     base.SupportsRawLookup,
+    base.SupportsPresence,
     base.SupportsRawHold,
     base.SupportsLookupStates,
     base.SupportsNote,
@@ -59,6 +60,9 @@ class PassingSchedulerHandle:
 
     def lookup_raw(self, group_id: int, block_hashes: Sequence[bytes]) -> int:
         return self._inner.lookup_raw(group_id, block_hashes)
+
+    def present_raw(self, group_id: int, block_hashes: Sequence[bytes]) -> Sequence[bool]:
+        return self._inner.present_raw(group_id, block_hashes)
 
     def lookup_states(self, keys: Sequence[str]) -> Sequence[LookupState]:
         return self._inner.lookup_states(keys)

@@ -81,6 +81,10 @@ class SlowSchedulerHandle(PassingSchedulerHandle):
         self._pace.take("lookup")
         return super().lookup_raw(group_id, block_hashes)
 
+    def present_raw(self, group_id: int, block_hashes: Sequence[bytes]) -> Sequence[bool]:
+        self._pace.take("lookup")
+        return super().present_raw(group_id, block_hashes)
+
     def lookup_states(self, keys: Sequence[str]) -> Sequence[LookupState]:
         self._pace.take("lookup")
         return super().lookup_states(keys)

@@ -26,6 +26,7 @@ class CallsContract(ContractSupport):
             (stated.hold, base.SupportsHold),
             (stated.lookup_raw, base.SupportsRawLookup),
             (stated.hold and stated.lookup_raw, base.SupportsRawHold),
+            (stated.presence, base.SupportsPresence),
             (stated.lookup_states, base.SupportsLookupStates),
             (stated.note, base.SupportsNote),
             (stated.evicted_keys, base.SupportsEvictedKeys),
@@ -195,6 +196,8 @@ class CallsContract(ContractSupport):
             holder.unhold("r")
         if rig.capabilities.lookup_raw:
             assert cast(base.SupportsRawLookup, rig.scheduler).lookup_raw(0, chain) == 0
+        if rig.capabilities.presence:
+            assert list(cast(base.SupportsPresence, rig.scheduler).present_raw(0, chain)) == [False] * 3
 
     def test_a_dead_backend_is_a_miss_and_a_failed_key(self, rig: Rig, runtime: IUMBPRuntime) -> None:
         kill = type(self).kill

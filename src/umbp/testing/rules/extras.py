@@ -115,6 +115,27 @@ class ExtrasContract(ContractSupport):
             assert by_hash.lookup_raw(0, alone) == (3 if tp_size == 1 else 0)
 
     @pytest.mark.parametrize("tp_size", [1, 2])
+    def test_presence_is_told_of_each_block_by_itself_for_all_ranks(
+        self, make_rig: Callable[..., Rig], tp_size: int
+    ) -> None:
+        rig = self.rig_of(make_rig, tp_size)
+        self.needs(rig, "presence")
+        by_hash = cast(base.SupportsPresence, rig.scheduler)
+        chain = hashes(6)
+        assert list(by_hash.present_raw(0, [])) == []
+        assert list(by_hash.present_raw(0, chain)) == [False] * 6
+        self.put(rig, [chain[1], chain[4]], [1, 4])
+        assert list(by_hash.present_raw(7, chain)) == [False] * 6
+        self.needs_certainty()
+        assert list(by_hash.present_raw(0, chain)) == [block in (1, 4) for block in range(6)]
+        assert list(by_hash.present_raw(0, [chain[4], chain[0], chain[4]])) == [True, False, True]
+        for rank in rig.ranks:
+            alone = hashes(2, f"only on {rank.topology.tp_rank}")
+            job = self.finished(rank, rank.worker.store(rank.store_plans("batch", alone, range(2))))
+            self.published(rank, job)
+            assert list(by_hash.present_raw(0, alone)) == [tp_size == 1] * 2
+
+    @pytest.mark.parametrize("tp_size", [1, 2])
     def test_a_raw_hold_is_a_hold_on_all_ranks(self, make_rig: Callable[..., Rig], tp_size: int) -> None:
         rig = self.rig_of(make_rig, tp_size)
         self.needs(rig, "hold")
