@@ -89,6 +89,17 @@ def test_what_is_shown_is_what_is(umbp: Umbp, tmp_path: Path) -> None:
     assert lines[1].split()[:2] == ["one", "ready"]
 
 
+def test_every_command_answers_programs_too(umbp: Umbp, tmp_path: Path) -> None:
+    path = pool_path(tmp_path, "one")
+    assert json.loads(umbp("create", "one", "--size", "1MiB", "--json").stdout)["path"] == path
+    with Pool.attach(path) as pool:
+        store(pool, pool.namespace("a"), ["x", "y"])
+    resized = json.loads(umbp("resize", "one", "512KiB", "--json").stdout)
+    assert resized == {"path": path, "before_bytes": MIB, "after_bytes": MIB // 2}
+    assert json.loads(umbp("clear", "one", "--json").stdout) == {"path": path, "cleared_objects": 2}
+    assert json.loads(umbp("destroy", "one", "--yes", "--json").stdout) == {"path": path, "attached_pids": []}
+
+
 def test_a_pool_is_made_as_asked(umbp: Umbp, tmp_path: Path) -> None:
     made = umbp(
         *["create", "one", "--size", "1048576", "--slab-size", "64KiB", "--min-object", "8KiB"],

@@ -38,10 +38,10 @@ def test_a_pool_tells_of_itself(pool: Pool, zygote: Zygote) -> None:
     ns = pool.namespace("a")
     pool.set_quota(ns, 3 * SLAB)
     store(pool, ns, ["x", "y"])
-    tickets, outcomes = pool.reserve(ns, ["big"], 2 * OBJECT_BYTES)
+    _, outcomes = pool.reserve(ns, ["big"], 2 * OBJECT_BYTES)
     assert outcomes[0] == Outcome.RESERVED
     actor = zygote.spawn("serve", str(pool.path))
-    held, _ = actor.call("acquire", ["x", "y", "z"])
+    actor.call("acquire", ["x", "y", "z"])
     assert pool.path is not None
     found = inspect_pool(pool.path)
     assert (found.name, found.state, found.problem) == ("one", "ready", "")

@@ -26,5 +26,5 @@ def pool() -> None:
 
     An engine uses one with "mode": "standalone", "pool": NAME in its kv_connector_extra_config. NAME stands
     for a file in --dir (the RAM file system, unless the engines are told another pool_dir); a path with a
-    slash is taken as it is. `list` and `stat` print tables, or one JSON object with --json.
+    slash is taken as it is. Each subcommand prints text, or one JSON object with --json.
     """

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import click
 
-from umbp.cli.pool.places import SIZE, found_path, in_folder, progress_of
+from umbp.cli.pool.places import AS_JSON, SIZE, found_path, in_folder, progress_of
 from umbp.errors import ConfigError, SegmentError
 from umbp.kinds import format_size, nearest
 from umbp.pool import Pool, destroy_pool, inspect_pool
@@ -19,7 +20,8 @@ PATIENCE_S = 2.0
 @click.argument("name")
 @click.argument("size", type=SIZE)
 @in_folder
-def resize(name: str, size: int, folder: str) -> None:
+@AS_JSON
+def resize(name: str, size: int, folder: str, as_json: bool) -> None:
     """Grows or shrinks the pool NAME to SIZE while its engines go on.
 
     Up to what it was created to grow to, in whole slabs. Shrinking evicts what was used least recently, and
@@ -29,14 +31,18 @@ def resize(name: str, size: int, folder: str) -> None:
         before = pool.capacity_bytes
         with progress_of("resizing") as progress:
             after = pool.resize(size, progress=progress)
-        click.echo(f"{pool.path}: {format_size(before)} -> {format_size(after)}")
+        text = f"{pool.path}: {format_size(before)} -> {format_size(after)}"
+        click.echo(
+            json.dumps({"path": pool.path, "before_bytes": before, "after_bytes": after}) if as_json else text
+        )
 
 
 @click.command()
 @click.argument("name")
 @click.option("--namespace", help="Only this one, by its full name or its number in `stat`.")
 @in_folder
-def clear(name: str, namespace: str | None, folder: str) -> None:
+@AS_JSON
+def clear(name: str, namespace: str | None, folder: str, as_json: bool) -> None:
     """Empties the pool NAME, for all engines; the pool stays.
 
     What is being stored now isn't published any more; what is being read is freed afterwards.
@@ -46,7 +52,9 @@ def clear(name: str, namespace: str | None, folder: str) -> None:
         is_done = pool.clear_all() if namespace is None else pool.clear(_namespace(pool, namespace))
         if not is_done:
             raise SegmentError(f"{pool.path} can't be cleared now: a stopped process holds its lock")
-        click.echo(f"{pool.path}: {before - pool.stats()['objects']} objects cleared")
+        cleared = max(0, before - pool.stats()["objects"])
+        text = f"{pool.path}: {cleared} objects cleared"
+        click.echo(json.dumps({"path": pool.path, "cleared_objects": cleared}) if as_json else text)
 
 
 def _namespace(pool: Pool, text: str) -> int:
@@ -79,7 +87,8 @@ def is_terminal() -> bool:
 @click.argument("name")
 @click.option("--yes", is_flag=True, help="Don't ask.")
 @in_folder
-def destroy(name: str, yes: bool, folder: str) -> None:
+@AS_JSON
+def destroy(name: str, yes: bool, folder: str, as_json: bool) -> None:
     """Deletes the pool NAME and all that is stored in it.
 
     Running engines notice: they go on without it, and take up a new pool of the same name. Its memory is free
@@ -89,11 +98,12 @@ def destroy(name: str, yes: bool, folder: str) -> None:
     found = inspect_pool(path)
     attached = [process for process in found.processes if process.is_alive]
     if attached:
-        pids = ", ".join(str(process.pid) for process in attached)
-        click.echo(f"{len(attached)} processes use {path} (pid {pids}); they go on without it", err=True)
+        who = ", ".join(str(process.pid) for process in attached)
+        click.echo(f"{len(attached)} processes use {path} (pid {who}); they go on without it", err=True)
     if not yes:
         if not is_terminal():
             raise ConfigError(f"to destroy {path} without being asked, give --yes")
         click.confirm(f"Destroy {path} with {found.objects} objects?", abort=True, err=True)
     destroy_pool(path)
-    click.echo(f"{path}: destroyed")
+    pids = [process.pid for process in attached]
+    click.echo(json.dumps({"path": path, "attached_pids": pids}) if as_json else f"{path}: destroyed")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import click
 
-from umbp.cli.pool.places import DEFAULT_DIR, SIZE, in_folder, path_of, progress_of
+from umbp.cli.pool.places import AS_JSON, DEFAULT_DIR, SIZE, in_folder, path_of, progress_of
+from umbp.cli.pool.show import as_dict
 from umbp.errors import ConfigError
 from umbp.kinds import format_size
 from umbp.options import OPTIONS
-from umbp.pool import MemoryPolicy, Pool, shared_geometry
+from umbp.pool import MemoryPolicy, Pool, inspect_pool, shared_geometry
 from umbp.pool.geometry import MIN_OBJECT_BYTES
 from umbp.pool.memory import check_node
 from umbp.pool.pool import EVICTION_POLICY
@@ -54,6 +57,7 @@ _HUGE_PAGES = {"auto": None, "on": True, "off": False}
 )
 @click.option("--numa-node", type=int, default=-1, help="Memory node. [-1: that of this process]")
 @click.option("--prefault", is_flag=True, help="Touch all of its memory now rather than at its first use.")
+@AS_JSON
 def create(
     name: str,
     folder: str,
@@ -68,6 +72,7 @@ def create(
     hugepages: str,
     numa_node: int,
     prefault: bool,
+    as_json: bool,
 ) -> None:
     """Makes the pool NAME: takes --size of memory, and keeps it until the pool is destroyed.
 
@@ -94,7 +99,11 @@ def create(
             progress=progress,
         )
     with pool:
-        _tell(pool, name, folder, size)
+        if as_json:
+            click.echo(json.dumps(as_dict(inspect_pool(path)), indent=2))
+        else:
+            _tell(pool, name, folder)
+        _warn(pool, size)
         if prefault:
             with progress_of("touching memory") as progress:
                 if reason := pool.prefault(progress):
@@ -110,21 +119,25 @@ def _geometry(
     return slab_size or slab_bytes, min_object or min_object_bytes
 
 
-def _tell(pool: Pool, name: str, folder: str, asked_bytes: int) -> None:
+def _tell(pool: Pool, name: str, folder: str) -> None:
     grows = f", may grow to {format_size(pool.max_bytes)}" if pool.max_bytes > pool.capacity_bytes else ""
     slab, smallest = format_size(pool.slab_bytes), format_size(pool.native.min_object_bytes)
     size = format_size(pool.capacity_bytes)
     click.echo(f"{pool.path}: {size}{grows}; slabs of {slab}, objects of {smallest} and more")
     if pool.memory is not None:
         click.echo(f"memory {pool.memory}")
-        for shortfall in pool.memory.shortfalls():
-            click.echo(f"umbp: {shortfall}", err=True)
-    if pool.capacity_bytes < 0.95 * asked_bytes:
-        click.echo(
-            f"umbp: {format_size(asked_bytes - pool.capacity_bytes)} of the size are not a whole slab and are"
-            " left out; choose a smaller --slab-size",
-            err=True,
-        )
     if "/" not in name:
         place = "" if folder == DEFAULT_DIR else f', "pool_dir": "{folder}"'
         click.echo(f'engines use it with "mode": "standalone", "pool": "{name}"{place}')
+
+
+def _warn(pool: Pool, asked_bytes: int) -> None:
+    """Of what isn't as asked for."""
+    for shortfall in pool.memory.shortfalls() if pool.memory is not None else ():
+        click.echo(f"umbp: {shortfall}", err=True)
+    if pool.capacity_bytes < 0.95 * asked_bytes:
+        left_out = format_size(asked_bytes - pool.capacity_bytes)
+        click.echo(
+            f"umbp: {left_out} of the size are no whole slab and are left out; choose another --slab-size",
+            err=True,
+        )

@@ -56,6 +56,9 @@ def in_folder(function: Callable[..., Any]) -> Callable[..., Any]:
     return option(function)
 
 
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+
+
 def path_of(name: str, folder: str) -> str:
     """The file of a pool by its name, or a path as it is; ConfigError for what can't be a name."""
     if os.sep in name:

@@ -15,16 +15,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from umbp.cli.pool.places import found_path, in_folder
+from umbp.cli.pool.places import AS_JSON, found_path, in_folder
 from umbp.kinds import format_size
 from umbp.pool import PoolFile, inspect_pool, list_pools
-
-_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 
 
 @click.command("list")
 @in_folder
-@_JSON
+@AS_JSON
 def list_(folder: str, as_json: bool) -> None:
     """The pools of a folder: state, size, use, processes, owner; and what is wrong with those that can't be
     used.
@@ -46,7 +44,7 @@ def list_(folder: str, as_json: bool) -> None:
 @click.command()
 @click.argument("name")
 @in_folder
-@_JSON
+@AS_JSON
 def stat(name: str, folder: str, as_json: bool) -> None:
     """One pool in full: memory, namespaces, slabs, attached processes, and what has happened since it was
     made. Attaches nothing. Exit code 1 where the pool can't be used.
