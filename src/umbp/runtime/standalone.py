@@ -20,6 +20,7 @@ from umbp.errors import ConfigError, SegmentError
 from umbp.kinds import format_size
 from umbp.options import Options
 from umbp.pool import Pool, slot_bytes
+from umbp.pool.geometry import shared_geometry
 from umbp.pool.handle import boot_id
 from umbp.pool.memory import check_node
 from umbp.pool.sharing import pool_path
@@ -30,7 +31,6 @@ from umbp.runtime.embedded import (
     require_all_ranks,
     warn_of_few_blocks,
 )
-from umbp.runtime.mover import pool_geometry
 from umbp.runtime.moves import GroupRuns
 from umbp.runtime.named_pool import NamedPool
 from umbp.runtime.pool_memory import memory_policy, progress_log, settle_memory
@@ -207,7 +207,10 @@ class SharedKeeper:
                 f"{options.pool} --dir {options.pool_dir} --size 16GiB`, or set option 'capacity_bytes' "
                 "and the first engine makes it"
             )
-        slab_bytes, min_object_bytes = pool_geometry(wanted, groups.object_sizes)
+        slab_bytes, min_object_bytes = shared_geometry(wanted)
+        # Whole slots of this engine's blocks, which are known: others' may leave a little of a slab over.
+        largest = slot_bytes(max(groups.object_sizes))
+        slab_bytes = max(1, slab_bytes // largest) * largest
         logger.info("UMBP: making the pool %s of %s", self._path, format_size(wanted))
         begun_s = time.monotonic()
         try:
