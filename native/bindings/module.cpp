@@ -192,7 +192,7 @@ nb::dict stats_dict(const Pool& pool) {
 #define X(name) d[#name] = s.name;
   X(capacity_bytes) X(max_bytes) X(used_bytes) X(objects) X(slabs) X(free_slabs) X(slots) X(processes) X(namespaces)
   X(evicted) X(orphaned) X(reserved) X(published) X(abandoned) X(not_now) X(takeovers) X(rebuilds)
-  X(reaped) X(full) X(slab_moves) X(cleared) X(removed_total) X(pinned) X(pinned_here) X(deferred_here) X(acquired_hits)
+  X(reaped) X(full) X(slab_moves) X(cleared) X(removed_total) X(noted) X(pinned) X(pinned_here) X(deferred_here) X(acquired_hits)
   X(acquired_misses)
 #undef X
       // clang-format on
@@ -274,7 +274,7 @@ NB_MODULE(_native, m) {
             .reserved_bytes(capacity / slab, processes);
       },
       "capacity_bytes"_a, "max_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "processes"_a,
-      "eviction_policy"_a);
+      "eviction_policy"_a = "lru");
   m.def("slot_bytes", &slot_bytes_for, "object_bytes"_a);
   m.def(
       "geometry",
@@ -470,6 +470,7 @@ NB_MODULE(_native, m) {
           "prefix"_a, "hashes"_a, "phase"_a, "output_tokens"_a, "finish"_a)
       .def(
           "set_time", [](Pool& p, double seconds) { p.segment()->set_time(seconds); }, "seconds"_a)
+      .def("longest_hold_s", [](const Pool& p) { return double(p.segment()->take_longest_hold_ns()) / 1e9; })
       .def_prop_ro("eviction_policy",
                    [](const Pool& p) {
                      return p.segment()->eviction_policy() == EvictionPolicy::hazard ? "hazard" : "lru";

@@ -15,10 +15,18 @@
 
 namespace umbp {
 
-u64 monotonic_ns() {
+static u64 clock_ns(clockid_t clock) {
   timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
+  clock_gettime(clock, &now);
   return u64(now.tv_sec) * 1000000000ull + u64(now.tv_nsec);
+}
+
+u64 monotonic_ns() {
+  return clock_ns(CLOCK_MONOTONIC);
+}
+
+u64 processor_ns() {
+  return clock_ns(CLOCK_THREAD_CPUTIME_ID);
 }
 
 std::atomic<bool> crash_armed{false};

@@ -94,6 +94,8 @@ struct alignas(64) Header {
   alignas(64) u64 clock;                   // touch stamps
   u32 call_id, plan_id;                    // tags for per-call and per-plan marks in slot records
   u32 free_slab_head, class_count;
+  u32 draining;   // evicting from the high watermark down to the low one
+  u32 slab_hand;  // where the next look for a cold slab begins
   Shown<u64> free_slabs, present_slabs, used_bytes, objects;
   u64 index_used;
   // The lock word of the process that is resizing the pool; 0: nobody.

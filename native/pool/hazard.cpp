@@ -184,14 +184,15 @@ void Hazard::branch(History& history, const Digest& child, bool is_new) {
 }
 
 bool Hazard::count_request() {
-  h_.requests++;
-  if (h_.requests % kDecayEvery == 0)
+  const u64 requests = h_.requests.load(std::memory_order_relaxed) + 1;
+  h_.requests.store(requests, std::memory_order_relaxed);
+  if (requests % kDecayEvery == 0)
     for (u32 group = 0; group < kGroups; group++)
       for (u32 age = 0; age < kAges; age++) {
         h_.used[group][age] *= kDecay;
         h_.lost[group][age] *= kDecay;
       }
-  return h_.requests % kLearnEvery == 0;
+  return requests % kLearnEvery == 0;
 }
 
 namespace {

@@ -38,7 +38,7 @@ constexpr u32 kLevels = 24, kBins = 8;
 struct HazardState {
   u32 now;
   u32 unused;
-  u64 requests;
+  std::atomic<u64> requests;    // noted
   double used[kGroups][kAges];  // blocks that came back, by their age then
   double lost[kGroups][kAges];  // ghosts that gave way, by the age that they had reached unused
   float index[kGroups][kAges];
@@ -61,6 +61,7 @@ class Hazard {
   explicit Hazard(Segment& segment);
 
   u32 now() const { return h_.now; }
+  u64 requests() const { return h_.requests.load(std::memory_order_relaxed); }
   // Time only goes forward; called first in each hold of the lock.
   void advance(u32 tick);
 

@@ -182,6 +182,7 @@ Locked::Locked(Segment& segment, Patience& patience)
     segment.header().not_now.fetch_add(1, std::memory_order_relaxed);
     return;
   }
+  if (segment.measures_holds()) since_ns_ = processor_ns();
   try {
     if (segment.is_expelled())
       throw SegmentError(
@@ -207,6 +208,7 @@ Locked::~Locked() {
   if (std::uncaught_exceptions() == exceptions_) segment_.header().dirty.store(0, std::memory_order_relaxed);
   crash_point();
   unlock_segment(segment_);
+  if (since_ns_) segment_.report_hold(processor_ns() - since_ns_);
 }
 
 }  // namespace umbp

@@ -93,6 +93,7 @@ class Locked {
   Objects objects_;
   int exceptions_;
   bool held_ = false;
+  u64 since_ns_ = 0;  // where holds are measured
 };
 
 }  // namespace umbp

@@ -52,6 +52,7 @@ struct OwnOrder::Choice {
   }
   void take(u32 slot) {
     s.record(slot).call = call;
+    s.slab(s.slab_of(slot)).call = call;
     s.record(slot).plan = number;
     victims.push_back(slot);
     found_bytes += s.slab_slot_bytes(s.slab_of(slot));

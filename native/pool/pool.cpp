@@ -136,6 +136,7 @@ Stats Pool::stats() const {
   stats.acquired_hits = h.acquired_hits;
   stats.acquired_misses = h.acquired_misses;
   stats.removed_total = h.ring_head;
+  if (s->eviction_policy() == EvictionPolicy::hazard) stats.noted = Objects(*s).hazard->requests();
   stats.pinned_here = s->pinned_slots();
   for (u64 slab = 0; slab < s->geometry().slab_count; slab++)
     if (s->slab_slot_bytes(u32(slab)) != 0) stats.pinned += s->slab(u32(slab)).pinned;
@@ -264,7 +265,7 @@ void Pool::reserve(u32 ns, std::span<const Digest> keys, std::span<const u64> ob
   u64 others_busy = 0;  // processes that are writing what we wanted to write
   for (std::size_t from = 0; from < keys.size();) {
     const std::size_t count = std::min(kBatch, keys.size() - from);
-    bool is_short;
+    bool is_short, is_done = false;
     {
       Locked lock(*s, patience);
       if (!lock) {
@@ -273,7 +274,7 @@ void Pool::reserve(u32 ns, std::span<const Digest> keys, std::span<const u64> ob
         break;
       }
       is_short = !call.plan(*lock, from, count);
-      if (!is_short || has_reaped) call.carry_out(*lock, from, count);
+      if (!is_short || has_reaped) is_done = call.carry_out(*lock, from, count);
       others_busy |= call.busy_owners();
     }
     if (is_short && !has_reaped) {
@@ -281,7 +282,7 @@ void Pool::reserve(u32 ns, std::span<const Digest> keys, std::span<const u64> ob
       reap_dead(*s, patience);
       continue;
     }
-    from += count;
+    if (is_done) from += count;
   }
   for (std::size_t i = 0; i < keys.size(); i++)
     if (outcomes[i] == Outcome::reserved) call.write_trailer(i);

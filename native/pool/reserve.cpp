@@ -4,6 +4,11 @@
 
 namespace umbp {
 
+// Bounds on one hold of the lock: slabs looked at for cold ones, objects evicted with them; and on how many
+// holds one call may spend on emptying slabs.
+static constexpr u64 kSlabsLooked = 4096, kEvictedWithSlabs = 512;
+static constexpr u32 kSlabRounds = 128;
+
 bool Reservation::plan(Objects& objects, std::size_t from, std::size_t count) {
   while (call_ == 0) call_ = ++s_.header().call_id;
   // A plan that wasn't carried out has marked some of the namespace's own objects.
@@ -11,12 +16,15 @@ bool Reservation::plan(Objects& objects, std::size_t from, std::size_t count) {
     if (s_.record(victim).call == call_) s_.record(victim).call = 0;
   victims_.clear();
   slabs_.clear();
+  objects_in_slabs_ = 0;
+  is_unfinished_ = false;
   classify(objects, from, count);
   u64 free_slabs = s_.header().free_slabs;
   bool all = true;
   if (!is_cut_) {
     all = stay_in_quota(objects, from, count);
     for (const Need& need : needs_) all &= choose_for(objects, need, free_slabs);
+    if (!is_unfinished_) drain_other_classes(objects);
   }
   return all;
 }
@@ -119,75 +127,105 @@ bool Reservation::choose_for(Objects& objects, const Need& need, u64& free_slabs
   const u64 fresh = std::min(free_slabs, (missing + per_slab - 1) / per_slab);
   free_slabs -= fresh;
   missing -= std::min(missing, fresh * per_slab);
-  const u64 wanted = std::max(missing, over_watermark(need));
+  const u64 over =
+      std::min<u64>((excess_bytes() + need.slot_bytes - 1) / need.slot_bytes, Pool::kBatch + need.count);
+  const u64 wanted = std::max(missing, over);
   if (wanted == 0) return true;
 
   const bool has_rivals = s_.header().class_count > 1;
   u64 gained = 0;
-  auto take_slabs = [&](u64 older_than) {
-    while (has_rivals && gained < missing) {
-      u32 slab = coldest_slab(objects, need.klass, older_than);
-      if (slab == kNil) break;
-      slabs_.push_back(slab);
-      gained += per_slab;
-    }
-  };
-  if (has_rivals && missing)
-    take_slabs(objects.policy.oldest_stamp(need.klass));  // a slab colder than our own oldest goes first
+  // A slab colder than our own oldest goes first.
+  if (has_rivals && missing) gained = take_slabs(need, missing, objects.policy.oldest_stamp(need.klass));
   const std::size_t before = victims_.size();
   if (gained < wanted) objects.policy.choose(need.klass, wanted - gained, call_, victims_);
   gained += victims_.size() - before;
-  take_slabs(~0ull);  // starving
+  if (has_rivals && gained < missing) gained += take_slabs(need, missing - gained, ~0ull);  // starving
   return gained >= missing;
 }
 
-u64 Reservation::over_watermark(const Need& need) const {
-  if (s_.high_ppm() >= 1000000) return 0;
-  const unsigned __int128 capacity = s_.capacity_bytes();
-  const u64 after = s_.header().used_bytes + need.count * need.slot_bytes -
-                    std::min<u64>(need.own * need.slot_bytes, s_.header().used_bytes);
-  if (after <= u64(capacity * s_.high_ppm() / 1000000)) return 0;
-  const u64 low = u64(capacity * s_.low_ppm() / 1000000);
-  if (after <= low) return 0;
-  return std::min<u64>((after - low + need.slot_bytes - 1) / need.slot_bytes, Pool::kBatch + need.count);
+u64 Reservation::take_slabs(const Need& need, u64 wanted, u64 older_than) {
+  if (is_unfinished_ || rounds_ >= kSlabRounds) return 0;
+  const u32 count = u32(s_.geometry().slab_count), looked = std::min(count, u32(kSlabsLooked));
+  const u32 own_slabs = s_.klass(need.klass).slabs;
+  std::vector<std::pair<u64, u32>> cold;
+  u32 at = s_.header().slab_hand % count;
+  for (u32 i = 0; i < looked; i++, at = at + 1 == count ? 0 : at + 1) {
+    const Slab& slab = s_.slab(at);
+    if (s_.slab_slot_bytes(at) == 0 || slab.klass == need.klass || slab.closed || slab.pinned) continue;
+    if (slab.touched >= older_than || slab.call == call_) continue;
+    if (s_.klass(slab.klass).slabs <= own_slabs) continue;  // it is no richer than we are
+    if (std::find(slabs_.begin(), slabs_.end(), at) == slabs_.end()) cold.emplace_back(slab.touched, at);
+  }
+  s_.header().slab_hand = at;
+  std::sort(cold.begin(), cold.end());
+  u64 gained = 0;
+  for (auto [touched, slab] : cold) {
+    if (gained >= wanted) break;
+    const u64 used = s_.slab(slab).used;
+    if (!slabs_.empty() && objects_in_slabs_ + used > kEvictedWithSlabs) {
+      is_unfinished_ = true;  // the rest of them in the next hold
+      break;
+    }
+    slabs_.push_back(slab);
+    objects_in_slabs_ += used;
+    gained += s_.geometry().slots_in_slab(need.slot_bytes);
+    is_unfinished_ |= used > kEvictedWithSlabs;
+  }
+  return gained;
 }
 
-u32 Reservation::coldest_slab(Objects& objects, u32 klass, u64 older_than) const {
-  std::vector<u32> spared;
-  for (;;) {
-    u32 best = kNil;
-    u64 coldest = older_than;
-    for (u32 i = 0; i < s_.geometry().slab_count; i++) {
-      const Slab& slab = s_.slab(i);
-      if (s_.slab_slot_bytes(i) == 0 || slab.klass == klass || slab.pinned || slab.touched >= coldest)
-        continue;
-      if (s_.klass(slab.klass).slabs <= s_.klass(klass).slabs) continue;  // it is no richer than we are
-      if (std::count(slabs_.begin(), slabs_.end(), i) || std::count(spared.begin(), spared.end(), i))
-        continue;
-      best = i;
-      coldest = slab.touched;
-    }
-    if (best == kNil) return kNil;
-    u32 first = objects.space.first_slot(best), count = objects.space.slots_in(best);
-    bool is_spared = false;
-    for (u32 slot = first; slot < first + count; slot++)
-      is_spared |= objects.state(slot) != SlotState::free && s_.record(slot).call == call_;
-    if (!is_spared) return best;
-    spared.push_back(best);
+u64 Reservation::excess_bytes() {
+  if (s_.high_ppm() >= 1000000) return 0;
+  const unsigned __int128 capacity = s_.capacity_bytes();
+  const u64 high = u64(capacity * s_.high_ppm() / 1000000), low = u64(capacity * s_.low_ppm() / 1000000);
+  u64 after = s_.header().used_bytes;
+  for (const Need& need : needs_) after += need.count * need.slot_bytes;
+  u64 going = 0;
+  for (u32 victim : victims_) going += s_.slab_slot_bytes(s_.slab_of(victim));
+  for (u32 slab : slabs_) going += s_.slab(slab).used * s_.slab_slot_bytes(slab);
+  after -= std::min(after, going);
+  if (after > high) s_.header().draining = 1;
+  if (after <= low) s_.header().draining = 0;
+  return s_.header().draining && after > low ? after - low : 0;
+}
+
+// What the wanted classes could not give up: from the others, the one with the oldest first.
+void Reservation::drain_other_classes(Objects& objects) {
+  if (s_.header().class_count <= needs_.size() || excess_bytes() == 0) return;
+  std::vector<std::pair<u64, u32>> others;
+  for (u32 klass = 0; klass < s_.header().class_count; klass++) {
+    const bool is_needed =
+        std::any_of(needs_.begin(), needs_.end(), [klass](const Need& need) { return need.klass == klass; });
+    const u64 oldest = is_needed ? ~0ull : objects.policy.oldest_stamp(klass);
+    if (oldest != ~0ull) others.emplace_back(oldest, klass);
+  }
+  std::sort(others.begin(), others.end());
+  for (auto [oldest, klass] : others) {
+    const u64 excess = excess_bytes(), slot_bytes = s_.klass(klass).slot_bytes;
+    if (excess == 0 || victims_.size() >= 2 * Pool::kBatch) return;
+    objects.policy.choose(klass, std::min<u64>((excess + slot_bytes - 1) / slot_bytes, Pool::kBatch), call_,
+                          victims_);
   }
 }
 
-void Reservation::evict(Objects& objects, u32 slot) {
-  if (objects.state(slot) != SlotState::published || s_.record(slot).pins) return;  // gone with its slab
+bool Reservation::evict(Objects& objects, u32 slot) {
+  if (objects.state(slot) != SlotState::published || s_.record(slot).pins)
+    return false;  // gone with its slab
   objects.drop(slot);
   s_.header().evicted.fetch_add(1, std::memory_order_relaxed);
+  return true;
 }
 
-void Reservation::carry_out(Objects& objects, std::size_t from, std::size_t count) {
+bool Reservation::carry_out(Objects& objects, std::size_t from, std::size_t count) {
+  u64 left = kEvictedWithSlabs;
   for (u32 slab : slabs_) {
     u32 first = objects.space.first_slot(slab), slots = objects.space.slots_in(slab);
-    for (u32 slot = first; slot < first + slots; slot++) evict(objects, slot);
-    s_.header().slab_moves.fetch_add(1, std::memory_order_relaxed);
+    for (u32 slot = first; slot < first + slots && left; slot++) left -= evict(objects, slot);
+    if (s_.slab_slot_bytes(slab) == 0) s_.header().slab_moves.fetch_add(1, std::memory_order_relaxed);
+  }
+  if (is_unfinished_) {
+    rounds_++;
+    return false;
   }
   for (u32 victim : victims_) objects.index.prefetch_home(s_.record(victim).digest);
   for (u32 victim : victims_) evict(objects, victim);
@@ -209,6 +247,7 @@ void Reservation::carry_out(Objects& objects, std::size_t from, std::size_t coun
     reserved++;
   }
   s_.header().reserved_total.fetch_add(reserved, std::memory_order_relaxed);
+  return true;
 }
 
 // A parent in another class isn't linked: evicting its children would make no room for it.

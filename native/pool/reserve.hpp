@@ -27,7 +27,9 @@ class Reservation {
 
   // Classifies a batch and chooses its victims; false if even those don't make room for all of it.
   bool plan(Objects& objects, std::size_t from, std::size_t count);
-  void carry_out(Objects& objects, std::size_t from, std::size_t count);
+  // False if there was more to evict than one hold of the lock may: nothing of the batch is reserved yet,
+  // plan it again.
+  bool carry_out(Objects& objects, std::size_t from, std::size_t count);
   // After the lock: the reserved slots are ours to write.
   void write_trailer(std::size_t i);
   // One bit for each other process that is writing a key of the last batch.
@@ -41,7 +43,7 @@ class Reservation {
   };
 
   void classify(Objects& objects, std::size_t from, std::size_t count);
-  void spare(u32 slot) { s_.record(slot).call = call_; }
+  void spare(u32 slot) { s_.record(slot).call = s_.slab(s_.slab_of(slot)).call = call_; }
   void spare_parent(Objects& objects, std::size_t i);
   bool is_repeated(std::size_t from, std::size_t i);
   void count_need(Objects& objects, u64 slot_bytes);
@@ -50,11 +52,13 @@ class Reservation {
   // False if that is so for some of the batch.
   bool stay_in_quota(Objects& objects, std::size_t from, std::size_t count);
   bool choose_for(Objects& objects, const Need& need, u64& free_slabs);
-  u64 over_watermark(const Need& need) const;
-  // The coldest slab of a richer class that holds nothing pinned, spared or chosen already, and whose objects
-  // are all older than `older_than`; kNil if there is none.
-  u32 coldest_slab(Objects& objects, u32 klass, u64 older_than) const;
-  void evict(Objects& objects, u32 slot);
+  // Slabs of richer classes whose objects are all older than `older_than`, the coldest first, until they have
+  // `wanted` slots of this class or as many objects as one hold may evict. The slots.
+  u64 take_slabs(const Need& need, u64 wanted, u64 older_than);
+  // How far the pool will be above the watermark that it is on its way to; 0 if it isn't.
+  u64 excess_bytes();
+  void drain_other_classes(Objects& objects);
+  bool evict(Objects& objects, u32 slot);  // false if it is gone already
   u32 parent_slot(Objects& objects, std::size_t i, u32 klass);
 
   Segment& s_;
@@ -65,6 +69,9 @@ class Reservation {
   u64 busy_owners_ = 0;
   std::vector<Need> needs_;
   std::vector<u32> victims_, slabs_;
+  u64 objects_in_slabs_ = 0;
+  bool is_unfinished_ = false;  // more of a slab's objects must go than one hold may evict
+  u32 rounds_ = 0;              // holds that such slabs have taken in this call
   u16 seen_[2 * Pool::kBatch];
 };
 

@@ -53,6 +53,19 @@ class Segment {
   // For simulations: from now on, in this process, time is what was set last, in seconds from a zero that
   // lies ahead of the clock and is a multiple of every bin's width, so that each run is like the other.
   void set_time(double seconds);
+
+  // The longest hold of the lock by this process since the last call, in processor time: what others wait for
+  // is that, and whatever the kernel adds. Measured from the first call on.
+  u64 take_longest_hold_ns() {
+    measures_holds_.store(true, std::memory_order_relaxed);
+    return longest_hold_ns_.exchange(0, std::memory_order_relaxed);
+  }
+  bool measures_holds() const { return measures_holds_.load(std::memory_order_relaxed); }
+  void report_hold(u64 ns) {
+    u64 longest = longest_hold_ns_.load(std::memory_order_relaxed);
+    while (ns > longest && !longest_hold_ns_.compare_exchange_weak(longest, ns, std::memory_order_relaxed)) {
+    }
+  }
   u32 process_slot() const { return process_slot_; }
   u32 process_generation() const { return process_generation_; }
   const std::string& name() const { return name_; }
@@ -139,6 +152,8 @@ class Segment {
   u64 fork_epoch_ = 0;
   bool is_joined_ = false;
   std::atomic<u32> set_tick_{0};  // 0: the clock's
+  std::atomic<bool> measures_holds_{false};
+  std::atomic<u64> longest_hold_ns_{0};
   std::string name_, path_;
   FileId id_{0, 0};
   mutable std::atomic<u64> looked_at_ns_{0};

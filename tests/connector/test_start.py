@@ -203,7 +203,6 @@ def test_synchronous_loads_are_refused_where_the_engine_plans_ahead(
         ({"capacity_byte": 1}, "did you mean 'capacity_bytes'?"),
         ({"capacity_bytes": "12 parsecs"}, "12 parsecs"),
         ({"mode": "embeded"}, "embedded"),
-        ({"eviction_policy": "hazard"}, "not in this version yet"),
         ({"dram_numa_node": 1023}, "names memory node 1023, which this host doesn't have"),
     ],
 )

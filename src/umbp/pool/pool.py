@@ -412,6 +412,11 @@ class Pool:
         """For simulations: the eviction policy's time in this process, instead of the seconds since boot."""
         self.native.set_time(seconds)
 
+    def longest_hold_s(self) -> float:
+        """The longest that this process held the pool's lock since the last call, in seconds of processor
+        time; measured from the first call on."""
+        return self.native.longest_hold_s()
+
     def payload(self, tickets: npt.ArrayLike) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         """Addresses and lengths, in this process, of the objects behind tickets it holds; 0 for any other."""
         return self.native.payload(_tickets(tickets))

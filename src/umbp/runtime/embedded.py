@@ -151,6 +151,7 @@ class OwnPool:
             min_object_bytes=min_object_bytes,
             high_watermark=self._options.dram_high_watermark,
             low_watermark=self._options.dram_low_watermark,
+            eviction_policy=self._options.eviction_policy,
             lock_patience_s=LOCK_PATIENCE_S,
             memory=memory_policy(self._options),
             progress=progress_log("taking the pool's memory"),
@@ -186,7 +187,6 @@ def refuse_unbuilt(options: Options) -> None:
     isn't built at all.)
     """
     unbuilt = {
-        "eviction_policy": options.eviction_policy == "hazard",
         "lookup_async": options.lookup_async,
     }
     for name, is_asked in unbuilt.items():

@@ -165,7 +165,7 @@ class PoolSchedulerHandle:
         if self._removed is not None:
             self._removed.learn(pools, hashes)
         for rank, pool in pools.items():
-            pool.touch_raw(self._codec.key_prefix(0, rank), hashes)
+            pool.note_raw(self._codec.key_prefix(0, rank), hashes, phase, output_tokens, finish)
 
     def take_evicted_keys(self) -> Sequence[str]:
         pools = self._binding.pools()

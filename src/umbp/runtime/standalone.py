@@ -221,6 +221,7 @@ class SharedKeeper:
                 min_object_bytes=min_object_bytes,
                 high_watermark=options.dram_high_watermark,
                 low_watermark=options.dram_low_watermark,
+                eviction_policy=options.eviction_policy,
                 lock_patience_s=LOCK_PATIENCE_S,
                 memory=memory_policy(options),
                 progress=progress_log(f"taking the memory of the pool {options.pool}"),
