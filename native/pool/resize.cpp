@@ -63,7 +63,11 @@ class Resizing {
       settle();
       refuse_unless_enough_is_unused();
       for (u64 told = ~0ull;;) {
-        const u64 present = with_lock([](Objects& o) { return o.s.header().present_slabs; });
+        const u64 present = with_lock([](Objects& o) -> u64 {
+          const u64 counted = o.s.header().present_slabs;
+          require_sound(counted <= o.s.geometry().slab_count, "it counts more slabs than it can have");
+          return counted;
+        });
         if (present != told && p_.reached) p_.reached(present * slab_bytes_);
         told = present;
         if (present == target_) break;
@@ -195,6 +199,7 @@ class Resizing {
   void grow(u64 wanted) {
     if (p_.may_take) p_.may_take(wanted * slab_bytes_);
     const std::vector<u32> slabs = claim_absent(std::min(wanted, portion_));
+    require_sound(!slabs.empty(), "it has fewer slabs without memory than it counts");
     try {
       MemoryTaker taker(s_.fd(), s_.geometry().total_bytes, p_.memory);
       for (u32 slab : slabs) {
@@ -252,6 +257,7 @@ class Resizing {
     if (!is_emptying(objects) && !choose_next(objects)) return false;
     u64 evicted = 0;
     const u32 end = objects.space.first_slot(emptied_) + objects.space.slots_in(emptied_);
+    require_sound(position_ < end, "a slab without objects is in use");
     for (; position_ < end && evicted < kEvictBatch; position_++) {
       if (objects.state(position_) != SlotState::published) continue;
       objects.drop(position_);

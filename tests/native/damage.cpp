@@ -17,7 +17,7 @@ using namespace umbp;
 
 namespace {
 
-constexpr u64 kObjectBytes = 3000, kSlots = 64, kKeys = 100, kRun = 16;
+constexpr u64 kObjectBytes = 3000, kSlots = 64, kMostSlots = 96, kKeys = 100, kRun = 16;
 constexpr u64 kSizes[] = {3000, 3000, 7000, 20000};
 constexpr unsigned kSecondsForARound = 20;
 u64 seed = 0;
@@ -46,6 +46,7 @@ struct Round {
   static std::shared_ptr<Segment> make() {
     CreateParameters parameters;
     parameters.capacity_bytes = kSlots * 4096;
+    parameters.max_bytes = kMostSlots * 4096;
     parameters.slab_bytes = 8 * 4096;
     parameters.min_object_bytes = kObjectBytes;
     return Segment::create_memfd(parameters);
@@ -115,7 +116,7 @@ struct Round {
     const std::span<const Digest> run{keys.data() + from, count};
     Outcome outcomes[kRun + 512];
     u64 tickets[kRun];
-    switch (below(14)) {
+    switch (below(17)) {
       case 0:
       case 1: {
         verb = "reserve";
@@ -177,6 +178,20 @@ struct Round {
         pool.reap();
         return;
       case 13:
+        verb = "set_quota";
+        pool.set_quota(ns, below(2) ? ~0ull : below(kSlots * 4096));
+        verb = "namespaces";
+        pool.namespaces();
+        return;
+      case 14:
+        verb = "resize";  // a smaller pool waits two seconds for whoever has pins in what is to go
+        if (below(40) == 0) return pool.resize({(kSlots + below(kSlots / 2)) * 4096, {}, {}, {}});
+        return pool.resize({kMostSlots * 4096, {}, {}, {}});
+      case 15:
+        verb = "clear_all";
+        if (below(4) == 0) pool.clear_all();
+        return;
+      default:
         verb = "audit";
         return pool.audit();
     }

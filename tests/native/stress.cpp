@@ -93,6 +93,12 @@ struct Work {
     std::vector<Digest> removed;
     cursor = pool.removed_since(cursor, removed).value_or(pool.removed_head());
   }
+  void change_size() {
+    try {
+      pool.resize({(kSlots / 2 + below(kSlots)) * kSlotBytes, {}, {}, {}});
+    } catch (const SegmentError&) {  // another resizes it, or what is in use doesn't fit
+    }
+  }
   void step() {
     Outcome outcomes[kRun];
     const u64 from = below(kKeys - kRun);
@@ -110,10 +116,13 @@ struct Work {
         return pool.remove(some(from), outcomes);
       case 7:
         if (below(50) == 0) pool.clear(spaces[from % 2]);
+        if (below(50) == 0) pool.set_quota(spaces[0], below(2) ? ~0ull : kSlots / 3 * kSlotBytes);
+        if (below(50) == 0) change_size();
+        pool.namespaces();
         pool.reap();
         return;
       case 8:
-        if (pool.stats().used_bytes > kSlots * kSlotBytes) fail("more is used than there is", 0);
+        if (pool.stats().used_bytes > 2 * kSlots * kSlotBytes) fail("more is used than there is", 0);
         if (below(20) == 0) pool.audit();
         return;
       default:
@@ -132,6 +141,7 @@ int main(int count, char** arguments) {
   std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
   CreateParameters parameters;
   parameters.capacity_bytes = kSlots * kSlotBytes;
+  parameters.max_bytes = 2 * kSlots * kSlotBytes;
   parameters.slab_bytes = 8 * kSlotBytes;
   parameters.min_object_bytes = kObjectBytes;
   Pool pool(Segment::create_memfd(parameters), 100000000ull);
