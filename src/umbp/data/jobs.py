@@ -46,6 +46,8 @@ class TransferJobState:
     def completed_bytes(self) -> int:
         """Bytes of the completed keys: from `plan_bytes` where given, else from the plans' ranges."""
         if self.plan_bytes is not None and len(self.plan_bytes):
+            if len(self.completed_keys) == len(self.keys):
+                return sum(self.plan_bytes)
             pairs = zip(self.key_column, self.plan_bytes, strict=True)
             return sum(size for key, size in pairs if key in self.completed_keys)
         if isinstance(self.plans, BlockLoadBatch | BlockStoreBatch):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from umbp.data import TransferJobState
 from umbp.errors import ConfigError
 from umbp.pool import CopyStatus, Outcome, Pool, slot_bytes
 from umbp.runtime.moves import Move
@@ -56,23 +57,18 @@ class ObjectMover:
         tickets, outcomes = self._pool.acquire(move.names)
         rows = np.flatnonzero(outcomes == Outcome.HIT)
         held = tickets[rows]
-        blocks = np.asarray(move.block_ids)[rows]
+        blocks = np.asarray(move.block_ids, dtype=np.int64)[rows]
         try:
             statuses = self._engine.load(
                 move.runs, blocks, self._pool, held, checksum=self._has_checksums, fence=fence
             )
         finally:
             self._pool.release(held)
-        moved = Moved()
-        moved.lose_all_but(move.keys, rows, "not stored")
-        damaged = []
-        for row, status in zip(rows.tolist(), statuses.tolist(), strict=True):
-            key = move.keys[row]
-            if status == CopyStatus.OK:
-                moved.finish(key, move.runs.object_bytes)
-            else:
-                moved.lose(key, f"copy failed: {CopyStatus(status).name.lower()}")
-                damaged += [move.names[row]] if status == CopyStatus.BAD_CHECKSUM else []
+        moved = Moved.none_of(move)
+        if len(rows) < len(outcomes):
+            moved.error = "not stored"
+        self._settle_copies(moved, move, rows, statuses)
+        damaged = [move.names[row] for row in rows[statuses == CopyStatus.BAD_CHECKSUM].tolist()]
         if damaged:
             logger.warning("UMBP: removed %d objects whose checksum was wrong", len(damaged))
             self._pool.remove(damaged)
@@ -84,7 +80,7 @@ class ObjectMover:
             self._namespace_id, move.names, move.runs.object_bytes, move.parent_names
         )
         rows = np.flatnonzero(outcomes == Outcome.RESERVED)
-        blocks = np.asarray(move.block_ids)[rows]
+        blocks = np.asarray(move.block_ids, dtype=np.int64)[rows]
         try:
             statuses = self._engine.store(
                 move.runs, blocks, self._pool, tickets[rows], checksum=self._has_checksums, fence=fence
@@ -92,26 +88,21 @@ class ObjectMover:
         except BaseException:
             self._pool.abandon(tickets[rows])
             raise
-        moved = Moved()
-        for row, status in zip(rows.tolist(), statuses.tolist(), strict=True):
-            key, ticket = move.keys[row], int(tickets[row])
-            if status == CopyStatus.OK:
-                if key in self._unpublished:
-                    # A clear has taken the key away from an earlier store that is not published yet.
-                    self.abandon([key])
-                self._unpublished[key] = ticket
-                moved.finish(key, move.runs.object_bytes)
-            else:
-                self._pool.abandon([ticket])
-                moved.lose(key, f"copy failed: {CopyStatus(status).name.lower()}")
-        for row in np.flatnonzero(outcomes != Outcome.RESERVED).tolist():
-            key, outcome = move.keys[row], Outcome(outcomes[row])
+        moved = Moved.none_of(move)
+        is_good = self._settle_copies(moved, move, rows, statuses)
+        self._keep(chosen(move.keys, rows[is_good]), tickets[rows[is_good]])
+        if len(rows) < len(outcomes):
             # Busy: being written by an earlier row or job of ours, or by another process that shares the
             # pool. Should that one fail, the object is missing, as if it had been evicted.
-            if outcome is Outcome.EXISTS or (outcome is Outcome.BUSY and key not in moved.lost):
-                moved.finish(key, 0)
-            else:
-                moved.lose(key, f"no room: {outcome.name.lower()}")
+            lost_here = set(chosen(move.keys, rows[~is_good]))
+            moved.is_done |= outcomes == Outcome.EXISTS
+            for row in np.flatnonzero(outcomes == Outcome.BUSY).tolist():
+                moved.is_done[row] = move.keys[row] not in lost_here
+            refused = np.flatnonzero(~moved.is_done & (outcomes != Outcome.RESERVED))
+            if len(refused):
+                moved.error = f"no room: {Outcome(outcomes[refused[-1]]).name.lower()}"
+        if not is_good.all():
+            self._pool.abandon(tickets[rows[~is_good]])
         return moved
 
     def publish(self, keys: Sequence[str]) -> list[str]:
@@ -119,67 +110,98 @@ class ObjectMover:
         cleared meanwhile or the lock is held for long. A lock that is busy is asked for a few times.
         """
         waiting = self._take(keys)
-        lost = []
+        lost: list[str] = []
         for _ in range(PUBLISH_TRIES):
             if not waiting:
                 break
-            outcomes = self._pool.publish(list(waiting.values()))
-            again = {}
-            for (key, ticket), outcome in zip(waiting.items(), outcomes, strict=True):
-                if outcome == Outcome.NOT_NOW:
-                    again[key] = ticket
-                elif outcome != Outcome.PUBLISHED:
-                    lost.append(key)
-            waiting = again
-        self._pool.abandon(list(waiting.values()))
-        return lost + list(waiting)
+            outcomes = self._pool.publish([ticket for _, ticket in waiting])
+            left = np.flatnonzero(outcomes != Outcome.PUBLISHED).tolist()
+            lost += [waiting[row][0] for row in left if outcomes[row] != Outcome.NOT_NOW]
+            waiting = [waiting[row] for row in left if outcomes[row] == Outcome.NOT_NOW]
+        self._pool.abandon([ticket for _, ticket in waiting])
+        return lost + [key for key, _ in waiting]
 
     def abandon(self, keys: Sequence[str]) -> None:
         """Give the slots of these keys' stored objects back."""
-        self._pool.abandon(list(self._take(keys).values()))
+        self._pool.abandon([ticket for _, ticket in self._take(keys)])
 
     def close(self) -> None:
         """Give back what is not published. No job may run."""
         self.abandon(list(self._unpublished))
 
-    def _take(self, keys: Sequence[str]) -> dict[str, int]:
-        tickets = {key: self._unpublished.pop(key, None) for key in dict.fromkeys(keys)}
-        return {key: ticket for key, ticket in tickets.items() if ticket is not None}
+    def _settle_copies(
+        self, moved: Moved, move: Move, rows: npt.NDArray[np.intp], statuses: npt.NDArray[np.uint8]
+    ) -> npt.NDArray[np.bool_]:
+        """Note the copies of these rows; which of them are good."""
+        is_good: npt.NDArray[np.bool_] = statuses == CopyStatus.OK
+        moved.is_done[rows] = is_good
+        moved.copied_bytes[rows[is_good]] = move.runs.object_bytes
+        bad = statuses[~is_good]
+        if len(bad):
+            moved.error = f"copy failed: {CopyStatus(bad[-1]).name.lower()}"
+        return is_good
+
+    def _keep(self, keys: Sequence[str], tickets: npt.NDArray[np.uint64]) -> None:
+        if not self._unpublished.keys().isdisjoint(keys):
+            # A clear has taken keys away from an earlier store that is not published yet.
+            self.abandon([key for key in keys if key in self._unpublished])
+        self._unpublished.update(zip(keys, tickets.tolist(), strict=True))
+
+    def _take(self, keys: Sequence[str]) -> list[tuple[str, int]]:
+        """What is not published of these keys, each once, with its ticket; it is the caller's now."""
+        take = self._unpublished.pop
+        return [(key, ticket) for key in keys if (ticket := take(key, None)) is not None]
 
 
 @dataclass(slots=True)
 class Moved:
-    """The outcomes of a job's keys so far. A key that was lost once is lost."""
+    """What became of a move, row by row. A key that was lost in one row is lost."""
 
-    done: set[str] = field(default_factory=set)
-    lost: set[str] = field(default_factory=set)
-    copied_bytes: dict[str, int] = field(default_factory=dict)
+    keys: Sequence[str]
+    is_done: npt.NDArray[np.bool_]
+    """The object is where it should be, by a copy or without one."""
+    copied_bytes: npt.NDArray[np.int64]
     error: str | None = None
+    """Why the last of the lost rows was lost, where there are any."""
 
-    def finish(self, key: str, copied_bytes: int) -> None:
-        self.done.add(key)
-        self.copied_bytes[key] = max(copied_bytes, self.copied_bytes.get(key, 0))
+    @classmethod
+    def none_of(cls, move: Move) -> Moved:
+        """Nothing has moved yet."""
+        count = len(move.keys)
+        return cls(move.keys, np.zeros(count, dtype=np.bool_), np.zeros(count, dtype=np.int64))
 
-    def lose(self, key: str, error: str) -> None:
-        self.lost.add(key)
-        self.error = error
 
-    def lose_all_but(self, keys: Sequence[str], rows: npt.NDArray[np.intp], error: str) -> None:
-        if len(rows) < len(keys):
-            kept = set(rows.tolist())
-            self.lost.update(key for row, key in enumerate(keys) if row not in kept)
-            self.error = error
+def settle(job: TransferJobState, moves: Sequence[Moved], error: str | None = None) -> None:
+    """Give every key of a job the outcome of its rows; a key without any is lost, for `error`."""
+    column = job.key_column
+    if len(moves) == 1 and moves[0].keys is column and len(job.keys) == len(column):
+        (moved,) = moves
+        job.plan_bytes = moved.copied_bytes.tolist()
+        if moved.is_done.all():
+            job.complete()
+            return
+        lost = set(chosen(column, np.flatnonzero(~moved.is_done)))
+    else:
+        lost = set(job.keys).difference(*(moved.keys for moved in moves))
+        sizes: dict[str, int] = {}
+        for moved in moves:
+            for key, is_done, size in zip(
+                moved.keys, moved.is_done, moved.copied_bytes.tolist(), strict=True
+            ):
+                sizes[key] = max(size, sizes.get(key, 0))
+                if not is_done:
+                    lost.add(key)
+        # A key's second plan counts nothing.
+        job.plan_bytes = [sizes.pop(key, 0) for key in column]
+    if done := job.keys - lost:
+        job.complete(done)
+    if lost:
+        job.fail(lost, error or next((moved.error for moved in reversed(moves) if moved.error), None))
 
-    def add(self, other: Moved) -> None:
-        self.done |= other.done
-        self.lost |= other.lost
-        self.copied_bytes |= other.copied_bytes
-        self.error = other.error or self.error
 
-    def plan_bytes(self, keys: Sequence[str]) -> list[int]:
-        """Bytes that were copied for each plan; a key's second plan counts nothing."""
-        left = dict(self.copied_bytes)
-        return [left.pop(key, 0) for key in keys]
+def chosen(keys: Sequence[str], rows: npt.NDArray[np.intp]) -> Sequence[str]:
+    """The keys of these rows."""
+    return keys if len(rows) == len(keys) else [keys[row] for row in rows.tolist()]
 
 
 def pool_geometry(capacity_bytes: int, object_sizes: Sequence[int]) -> tuple[int, int]:

@@ -89,7 +89,7 @@ class GroupRuns:
         names = self._names(batch.keys)
         parents: Sequence[str | None] | None = None
         if isinstance(batch, BlockStoreBatch):
-            parents = list(map(_parent_key, names, batch.parent_block_hashes))
+            parents = _parent_names(names, batch)
         groups = set(batch.group_ids)
         if len(groups) == 1:
             yield Move(self._group(groups.pop()), batch.keys, batch.block_ids, names, parents)
@@ -166,6 +166,20 @@ def _ranged(plan: BlockTransferPlan) -> BlockRuns:
         [piece.object_offset for piece in plan.ranges],
         1,
     )
+
+
+def _parent_names(names: Sequence[str], batch: BlockStoreBatch) -> list[str | None]:
+    """The parents' names. Where the batch is a chain, as mostly, that is the name of the row before."""
+    parents: list[str | None] = []
+    before: tuple[bytes | None, int, str] = (None, -1, "")
+    columns = zip(names, batch.group_ids, batch.block_hashes, batch.parent_block_hashes, strict=True)
+    for name, group, own_hash, parent_hash in columns:
+        if parent_hash is not None and parent_hash == before[0] and group == before[1]:
+            parents.append(before[2])
+        else:
+            parents.append(_parent_key(name, parent_hash))
+        before = own_hash, group, name
+    return parents
 
 
 def _parent_key(key: str, parent_hash: bytes | None) -> str | None:

@@ -28,7 +28,7 @@ from umbp.errors import SegmentError
 from umbp.options import Options
 from umbp.pool import Pool
 from umbp.runtime.base import HandshakeExtra
-from umbp.runtime.mover import Moved, ObjectMover
+from umbp.runtime.mover import Moved, ObjectMover, settle
 from umbp.runtime.moves import GroupRuns, Move
 from umbp.transfer import Engine, engine_for
 
@@ -257,16 +257,14 @@ class PoolWorkerHandle:
         fence: object,
     ) -> None:
         """One job, on its thread; every key gets its outcome, whatever happens."""
-        moved = Moved()
+        moves: list[Moved] = []
+        error = None
         try:
             for move in groups.moves(job.plans):
-                moved.add(move_objects(move, fence))
-        except Exception as error:
+                moved = move_objects(move, fence)
+                moves.append(moved)
+        except Exception as broken:
             # The top of the thread: an outcome for every key that has none, and one line in the log.
             logger.exception("UMBP: a transfer of %d objects broke", len(job.keys))
-            moved.add(Moved(lost=set(job.keys - moved.done), error=str(error)))
-        job.plan_bytes = moved.plan_bytes(job.key_column)
-        if done := moved.done - moved.lost:
-            job.complete(done)
-        if moved.lost:
-            job.fail(moved.lost, moved.error)
+            error = str(broken)
+        settle(job, moves, error)
