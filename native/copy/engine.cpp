@@ -13,8 +13,11 @@ static constexpr u64 kShareBytes = 1u << 20;
 static constexpr u64 kPartBytes = 128u << 10;
 // What an object counts where it is only looked at.
 static constexpr u64 kNoBytes = 1u << 10;
-// Streaming pays for calls that move more than a core's cache holds, and for pieces of several lines.
-static constexpr u64 kStreamFromBytes = 1u << 20;
+// From where on streaming pays. A store is read again much later if at all; what a load brings is read by the
+// next forward, which finds it in the last cache if it is no more than that holds beside other things (copy
+// and reading together, measured with 32 MiB of last cache).
+static constexpr u64 kStreamStoreBytes = 2u << 20;
+static constexpr u64 kStreamLoadBytes = 16u << 20;
 static constexpr u64 kStreamPieceBytes = 256;
 
 static const char* forced_kernel() {
@@ -26,9 +29,9 @@ CopyEngine::CopyEngine(u32 threads, std::vector<u32> cores)
       kernel_(forced_kernel() ? kernel_named(forced_kernel()) : *kernels().front()),
       is_kernel_forced_(forced_kernel() != nullptr) {}
 
-const Kernel& CopyEngine::kernel_for(const Runs& runs, std::size_t count) const {
-  const bool pays =
-      runs.moved_bytes() * count >= kStreamFromBytes && runs.mean_piece_bytes() >= kStreamPieceBytes;
+const Kernel& CopyEngine::kernel_for(const Runs& runs, std::size_t count, bool is_store) const {
+  const u64 from_bytes = is_store ? kStreamStoreBytes : kStreamLoadBytes;
+  const bool pays = runs.moved_bytes() * count >= from_bytes && runs.mean_piece_bytes() >= kStreamPieceBytes;
   return pays || is_kernel_forced_ ? kernel_ : portable_kernel();
 }
 
@@ -141,14 +144,16 @@ void CopyEngine::move(Batch& batch) {
 void CopyEngine::store(const Runs& runs, std::span<const i64> blocks, const Pool& pool,
                        std::span<const u64> tickets, bool checksum, CopyStatus* statuses) {
   auto segment = pool.segment();
-  Batch batch(runs, blocks, *segment, tickets, true, checksum, kernel_for(runs, blocks.size()), statuses);
+  Batch batch(runs, blocks, *segment, tickets, true, checksum, kernel_for(runs, blocks.size(), true),
+              statuses);
   move(batch);
 }
 
 void CopyEngine::load(const Runs& runs, std::span<const i64> blocks, const Pool& pool,
                       std::span<const u64> tickets, bool checksum, CopyStatus* statuses) {
   auto segment = pool.segment();
-  Batch batch(runs, blocks, *segment, tickets, false, checksum, kernel_for(runs, blocks.size()), statuses);
+  Batch batch(runs, blocks, *segment, tickets, false, checksum, kernel_for(runs, blocks.size(), false),
+              statuses);
   move(batch);
 }
 

@@ -50,7 +50,7 @@ class CopyEngine {
   template <class One>
   void run(std::size_t count, std::size_t object_bytes, One&& one);
   void move(Batch& batch);
-  const Kernel& kernel_for(const Runs& runs, std::size_t count) const;
+  const Kernel& kernel_for(const Runs& runs, std::size_t count, bool is_store) const;
 
   Team team_;
   const Kernel& kernel_;

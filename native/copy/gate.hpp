@@ -1,6 +1,7 @@
 // Which objects of a batch may be copied, whoever moves the bytes: the core's threads or a device.
 #pragma once
 
+#include "copy/checksum.hpp"
 #include "copy/engine.hpp"
 #include "pool/objects.hpp"
 

@@ -19,7 +19,6 @@ Runs::Runs(const Columns& c, i64 block_count_, u64 object_bytes_)
   check(c, block_count, object_bytes);
   Family piece{};
   for (std::size_t i = 0; i < c.base.size(); i++) {
-    is_dense_ &= c.object_offset[i] == moved_bytes_;
     const bool follows = piece.bytes && c.base[i] == piece.base + piece.bytes &&
                          c.object_offset[i] == piece.object_offset + piece.bytes &&
                          c.block_stride[i] == piece.block_stride;
@@ -39,7 +38,6 @@ Runs::Runs(const Columns& c, i64 block_count_, u64 object_bytes_)
     moved_bytes_ += c.run_bytes[i];
   }
   add(piece);
-  is_dense_ &= moved_bytes_ == object_bytes;
 }
 
 void Runs::add(const Family& piece) {

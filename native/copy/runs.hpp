@@ -30,8 +30,6 @@ class Runs {
 
   // The bytes that a copy moves; less than the object's where it has gaps.
   u64 moved_bytes() const { return moved_bytes_; }
-  // Whether the moved bytes are the object's, in order and without gaps: as a checksum reads them.
-  bool is_dense() const { return is_dense_; }
   // Of all pieces.
   u64 mean_piece_bytes() const { return moved_bytes_ / pieces_; }
   // Where reading begins in engine memory.
@@ -61,7 +59,6 @@ class Runs {
 
   std::vector<Family> families_;
   u64 moved_bytes_ = 0, pieces_ = 0;
-  bool is_dense_ = true;
 };
 
 template <class Move>

@@ -29,7 +29,4 @@ class RawHasher {
   u64 seed_;
 };
 
-// Payload checksum; 64 bits are plenty for damage, the trailer's digests identify.
-u64 checksum_of(const void* data, std::size_t bytes);
-
 }  // namespace umbp

@@ -75,10 +75,6 @@ Digest RawHasher::operator()(std::string_view hash) {
   return digest_of(text_, seed_);
 }
 
-u64 checksum_of(const void* data, std::size_t bytes) {
-  return XXH3_64bits(data, bytes);
-}
-
 Geometry Geometry::make(u64 max_bytes, u64 slab_bytes, u64 min_object_bytes, u64 eviction_policy) {
   if (min_object_bytes == 0 || min_object_bytes > kMaxBytes)
     throw ConfigError("min_object_bytes must be between 1 and 2**50, not " +

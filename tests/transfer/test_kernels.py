@@ -149,3 +149,36 @@ def test_an_unknown_kernel_is_refused_in_a_sentence_that_names_those_there_are(
     monkeypatch.setenv("UMBP_COPY_KERNEL", "mmx")
     with pytest.raises(ConfigError, match=r"'mmx'.*portable"):
         CopyEngine(1)
+
+
+XXH3_64 = {
+    1: 0xC44BDFF4074EECDB,
+    16: 0x8355E3A6F61770DB,
+    17: 0x9EF341A99DE37328,
+    128: 0x85C6174C7FF4C46B,
+    240: 0x375A384D957FE865,
+    241: 0x02E8CD95421C6D02,
+    1024: 0xE5D78BAFA45B2AA5,
+    1025: 0xE95C42288F28186E,
+    65536: 0xAAAE63800707A868,
+    100000: 0x42C23AEEAD96750D,
+}
+"""Length -> XXH3's 64 bits, seed 0, of the bytes 0, 1 .. 250, 0, 1 .., by the reference's portable loops."""
+
+
+@pytest.mark.parametrize("length", XXH3_64)
+def test_the_checksum_is_the_same_on_every_processor(length: int) -> None:
+    """What one machine seals another one checks: the trailer's checksum is fixed by the format."""
+    memory = aligned(length)
+    memory[:] = np.arange(length) % 251
+    runs = BlockRuns.from_columns([memory.ctypes.data], [0], [length], [0], 1)
+    slab_bytes = -(-(length + 64) // 4096) * 4096
+    with (
+        CopyEngine(1) as engine,
+        Pool.create_memfd(slab_bytes, slab_bytes=slab_bytes, min_object_bytes=length) as pool,
+    ):
+        tickets, _ = pool.reserve(pool.namespace("a"), ["k"], length)
+        engine.store(runs, [0], pool, tickets, checksum=True)
+        address = int(pool.payload(tickets)[0][0])
+        trailer = ctypes.string_at(address, slab_bytes)[length:]
+        assert XXH3_64[length].to_bytes(8, "little") in trailer
