@@ -14,6 +14,11 @@ import click
 import pytest
 
 import umbp
+from umbp.cli import checks
+from umbp.cli.checks import Check
+from umbp.options import parse_options
+from umbp.pool import Pool
+from umbp.pool.sharing import pool_path
 
 RIGHT = {
     "kv_connector": "UMBPStoreConnector",
@@ -307,6 +312,25 @@ def test_the_doctor_ends_with_exit_code_1_where_something_is_wrong() -> None:
     assert result.stderr == ""
     assert "vLLM finds" not in result.stdout
     assert "Not as it should be: 2 of" in result.stdout
+
+
+def test_the_doctor_looks_at_a_shared_pool_as_an_engine_would_find_it(tmp_path: Path) -> None:
+    def told(**options: object) -> Check:
+        extra = {"mode": "standalone", "pool": "p", "pool_dir": str(tmp_path), **options}
+        return next(iter(checks.check_shared_pool(parse_options(extra))))
+
+    absent = told()
+    assert absent.state == "bad"
+    assert f"umbp pool create p --dir {tmp_path}" in absent.text
+    assert told(capacity_bytes="1MiB").state == "note"
+    assert told(pool_dir=str(tmp_path / "nowhere")).state == "bad"
+    path = pool_path(tmp_path, "p")
+    with Pool.create(path, 1 << 20, slab_bytes=64 << 10, min_object_bytes=4096):
+        found = told()
+        assert found.state == "ok"
+        assert "1 MiB, 1 user attached" in found.text
+    Path(path).write_bytes(bytes(8192))
+    assert told().state == "bad"
 
 
 def test_the_doctor_tries_huge_pages_and_memory_nodes_on_a_pool() -> None:

@@ -148,6 +148,35 @@ def check_memory(options: Options | None) -> Iterator[Check]:
         )
 
 
+def check_shared_pool(options: Options) -> Iterator[Check]:
+    """The pool of mode standalone: there and fit to be attached, or to be made by the first engine."""
+    try:
+        from umbp.pool.inspection import inspect_pool
+        from umbp.pool.sharing import pool_path
+    except ImportError as error:
+        yield Check("pool", "bad", f"can't be looked at without the native core: {error}")
+        return
+    assert options.pool is not None, "the options require a name in this mode"
+    path = pool_path(options.pool_dir, options.pool)
+    if not os.path.isdir(options.pool_dir):
+        yield Check("pool", "bad", f"there is no folder {options.pool_dir}; mount a RAM file system there")
+    elif os.path.lexists(path):
+        try:
+            found = inspect_pool(path)
+        except UMBPError as error:
+            yield Check("pool", "bad", str(error))
+            return
+        text = f"{path} of {format_size(found.capacity_bytes)}, {_counted(found.alive, 'user')} attached"
+        yield Check("pool", "bad", found.problem) if found.problem else Check("pool", "ok", text)
+    elif options.given.isdisjoint(("capacity_bytes", "total_capacity_bytes")):
+        command = f"umbp pool create {options.pool} --dir {options.pool_dir} --size 16GiB"
+        text = f"there is none at {path}: {command}, or set 'capacity_bytes' and the first engine makes it"
+        yield Check("pool", "bad", text)
+    else:
+        yield Check("pool", "note", f"there is none at {path} yet: the first engine makes it")
+        yield from check_memory(options)
+
+
 def check_vllm() -> Iterator[Check]:
     """Whether vLLM is there, of a version that the connector supports, and takes the connector."""
     version = installed_vllm()

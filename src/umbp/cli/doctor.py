@@ -39,7 +39,10 @@ def doctor(kv_transfer_config: str | None, as_json: bool) -> None:
     if config is not None:
         more, options = checks.check_transfer_config(config)
         found.extend(more)
-    found.extend(checks.check_memory(options))
+    if options is not None and options.mode == "standalone":
+        found.extend(checks.check_shared_pool(options))
+    else:
+        found.extend(checks.check_memory(options))
     if not as_json and checks.installed_vllm() is not None:
         click.echo("Importing vLLM, which takes a while ...", err=True)
     found.extend(checks.check_vllm())
