@@ -64,6 +64,7 @@ class Shape:
 
     slots: int
     slab_slots: int
+    policy: str
     is_file: bool
     high_watermark: float
     crowd: int
@@ -75,6 +76,7 @@ class Shape:
         return cls(
             slots=rng.randrange(64, 320) // slab_slots * slab_slots,
             slab_slots=slab_slots,
+            policy=rng.choice(["lru", "hazard"]),
             is_file=rng.random() < 0.5,
             high_watermark=rng.choice([1.0, 1.0, 0.9]),
             crowd=rng.randrange(6, 9),
@@ -87,6 +89,7 @@ class Shape:
             "min_object_bytes": MIN_OBJECT_BYTES,
             "high_watermark": self.high_watermark,
             "low_watermark": 0.8,
+            "eviction_policy": self.policy,
         }
         size = self.slots * SLOT_BYTES
         if not self.is_file:
@@ -174,21 +177,27 @@ class Era:
     # The crowd
 
     def spawn(self) -> None:
-        role = self.rng.choice(list(ROLES))
+        role = self.rng.choice([role for role in ROLES if role != "destroyer"])
         is_armed, will_stop = self.rng.random() < 0.6, self.rng.random() < 0.3
+        countdown = int(self.rng.expovariate(1 / 1500)) + 1 if is_armed else 0
+        self.spawn_as(role, countdown, will_stop)
+
+    def spawn_as(self, role: str, countdown: int, will_stop: bool) -> Member:
         row = self.free_rows.pop()
         self.board[row] = 0
         spec = {
             "path": self.path,
             "role": role,
             "seed": self.rng.randrange(1 << 30),
-            "countdown": int(self.rng.expovariate(1 / 1500)) + 1 if is_armed else 0,
+            "countdown": countdown,
             "stop": will_stop,
             "board": os.fspath(self.board_path),
             "row": row,
         }
         actor = self.rng.choice(self.zygotes).spawn("soak", spec)
-        self.members.append(Member(actor, role, row, will_stop, progress_at=time.monotonic()))
+        member = Member(actor, role, row, will_stop, progress_at=time.monotonic())
+        self.members.append(member)
+        return member
 
     def blow(self) -> None:
         """Kills or stops one of the crowd, or nobody."""
@@ -322,10 +331,36 @@ class Era:
             self.look_after()
             self.blow()
             self.work()
-        self.end()
+        if self.shape.is_file and self.rng.random() < 0.5:
+            self.destroy()
+            self.kill_all()
+            self.pool.close()
+        else:
+            self.kill_all()
+            self.check_nothing_is_left()
 
-    def end(self) -> None:
-        """Everybody dies at once; then nothing may be left but what was stored."""
+    def destroy(self) -> None:
+        """The pool is destroyed under the crowd: it misses and refuses from then on, and everybody goes on.
+        Some destroyers die of it; the next does what they left undone."""
+        while os.path.exists(self.path):
+            destroyer = self.spawn_as("destroyer", self.rng.randrange(15, 45), will_stop=False)
+            while destroyer in self.members and os.path.exists(self.path):
+                self.look_after()
+                os.sched_yield()
+        self.report.counts["destroyed"] += 1
+        self.pool.lookup(ALL_KEYS)
+        self.require(self.pool.is_replaced(0), "nobody hears that the pool is gone")
+        before = {member.row: int(self.board[member.row, STEPS]) for member in self.members}
+        while any(
+            member.resume_at is not None or int(self.board[member.row, STEPS]) < before[member.row] + 3
+            for member in self.members
+        ):
+            self.look_after()
+            os.sched_yield()
+        self.require(not self.pool.lookup(ALL_KEYS).any(), "a destroyed pool has something")
+        self.require(self.read(ALL_KEYS) == 0, "a destroyed pool hands something out")
+
+    def kill_all(self) -> None:
         for member in self.members:
             os.kill(member.actor.pid, signal.SIGKILL)
         for member in list(self.members):
@@ -334,6 +369,9 @@ class Era:
             member.actor.bury()
         for zygote in self.zygotes:
             zygote.actors.clear()
+
+    def check_nothing_is_left(self) -> None:
+        """Everybody is dead: nothing may be left but what was stored, and all of it may be had again."""
         pool, counts = self.pool, self.report.counts
         pool.reap()
         pool.audit()
@@ -370,7 +408,9 @@ class Era:
 
     def require_memory(self) -> None:
         """Slabs that are absent have none: what the file has is the tables' and the present slabs'."""
-        geometry = _native.geometry(self.pool.max_bytes, self.shape.slab_slots * SLOT_BYTES, MIN_OBJECT_BYTES)
+        geometry = _native.geometry(
+            self.pool.max_bytes, self.shape.slab_slots * SLOT_BYTES, MIN_OBJECT_BYTES, self.shape.policy
+        )
         rows = 64 * geometry["pin_row_bytes"]
         most = geometry["pins_at"] + rows + self.pool.capacity_bytes + 16 * SLOT_BYTES
         taken = os.stat(f"/proc/self/fd/{self.pool.native.fd}").st_blocks * 512

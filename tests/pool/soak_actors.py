@@ -165,7 +165,7 @@ class Writer(Worker):
 
 
 class Reader(Worker):
-    """Looks up and reads, and follows the ring of removed digests."""
+    """Looks up, reads and notes requests, and follows the ring of removed digests."""
 
     def __init__(self, spec: dict[str, Any], counts: npt.NDArray[np.uint64]) -> None:
         super().__init__(spec, counts)
@@ -177,6 +177,7 @@ class Reader(Worker):
         self.acquire(keys)
         self.release(len(self.pins))
         _, self.cursor, _ = self.pool.removed_since(self.cursor)
+        self.pool.note(keys, self.rng.choice(("admit", "end")), self.rng.randrange(1000))
 
 
 class Holder(Worker):
@@ -277,6 +278,13 @@ class Resizer(Worker):
         self.release(len(self.pins))
 
 
+class Destroyer(Worker):
+    """Destroys the pool, if it can."""
+
+    def step(self) -> None:
+        self.pool.destroy()
+
+
 ROLES: dict[str, type[Worker]] = {
     "writer": Writer,
     "reader": Reader,
@@ -287,12 +295,20 @@ ROLES: dict[str, type[Worker]] = {
     "visitor": Visitor,
     "hog": Hog,
     "resizer": Resizer,
+    "destroyer": Destroyer,
 }
 
 
 def is_lock_stopped(error: SegmentError) -> bool:
     """The one refusal that a sound pool gives: whoever holds its lock is stopped."""
     return "a stopped process holds" in str(error)
+
+
+def is_destroyed(worker: Worker | None, path: str) -> bool:
+    """Whether that is what a process may have been told: it was destroyed, or the file is gone."""
+    if worker is None or worker.pool.native.closed:
+        return not os.path.exists(path)
+    return worker.pool.is_destroyed
 
 
 def attach_patiently(path: str, refused: Callable[[], None]) -> Pool:
@@ -318,7 +334,7 @@ def soak(lines: Lines, spec: dict[str, Any]) -> None:
                 worker = ROLES[spec["role"]](spec, counts)
             worker.step()
         except SegmentError as error:
-            if not is_lock_stopped(error):
+            if not is_lock_stopped(error) and not is_destroyed(worker, spec["path"]):
                 lines.answer(f"{spec['role']} {os.getpid()}: {error}", "error")
                 return
             counts[REFUSED] += np.uint64(1)
