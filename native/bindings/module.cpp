@@ -521,6 +521,7 @@ NB_MODULE(_native, m) {
       .def_ro("object_bytes", &Runs::object_bytes)
       .def_ro("block_count", &Runs::block_count);
 
+  m.def("copy_kernel", [] { return CopyEngine(1, {}).kernel().name; });
   m.def("copy_kernels", [] {
     nb::list names;
     for (const Kernel* kernel : kernels()) names.append(kernel->name);
@@ -535,6 +536,12 @@ NB_MODULE(_native, m) {
           "threads"_a, "cores"_a)
       .def_prop_ro("threads", &CopyEngine::threads)
       .def_prop_ro("kernel", [](const CopyEngine& e) { return e.kernel().name; })
+      .def_prop_ro("cores",
+                   [](const CopyEngine& e) {
+                     nb::list cores;
+                     for (u32 core : e.cores()) cores.append(core);
+                     return cores;
+                   })
       .def("close", &CopyEngine::close, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "store",

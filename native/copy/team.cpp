@@ -30,12 +30,12 @@ struct Job {
   }
 };
 
-void bind_this_thread(u32 core) {
-  if (core >= CPU_SETSIZE) return;
+void bind_this_thread(const std::vector<u32>& cores) {
   cpu_set_t set;
   CPU_ZERO(&set);
-  CPU_SET(core, &set);
-  (void)sched_setaffinity(0, sizeof set, &set);
+  for (u32 core : cores)
+    if (core < CPU_SETSIZE) CPU_SET(core, &set);
+  if (CPU_COUNT(&set)) (void)sched_setaffinity(0, sizeof set, &set);
 }
 
 }  // namespace
@@ -51,8 +51,8 @@ struct Team::State {
   u32 threads = 1;
   bool is_closing = false;
 
-  void help(u32 number) {
-    if (!cores.empty()) bind_this_thread(cores[number % cores.size()]);
+  void help() {
+    bind_this_thread(cores);
     std::unique_lock<std::mutex> guard(mutex);
     for (;;) {
       wanted.wait(guard, [this] { return is_closing || !jobs.empty(); });
@@ -76,8 +76,7 @@ Team::Team(u32 threads, std::vector<u32> cores) : fork_epoch_(fork_epoch()) {
   state_ = std::make_unique<State>();
   state_->threads = threads;
   state_->cores = std::move(cores);
-  for (u32 i = 1; i < threads; i++)
-    state_->helpers.emplace_back([state = state_.get(), i] { state->help(i - 1); });
+  for (u32 i = 1; i < threads; i++) state_->helpers.emplace_back([state = state_.get()] { state->help(); });
 }
 
 Team::~Team() {

@@ -72,13 +72,18 @@ def check_python() -> Iterator[Check]:
 
 def check_native() -> Iterator[Check]:
     try:
-        import umbp._native  # noqa: F401
+        from umbp import _native
     except ImportError as error:
         yield Check(
             "native core", "bad", f"can't be imported ({error}); install the package again: pip install umbp"
         )
         return
-    yield Check("native core", "ok", "imports")
+    try:
+        kernel = _native.copy_kernel()
+    except ConfigError as error:
+        yield Check("native core", "bad", f"UMBP_COPY_KERNEL: {error}")
+        return
+    yield Check("native core", "ok", f"imports; large copies go by {kernel}")
 
 
 def check_host() -> Iterator[Check]:

@@ -31,6 +31,7 @@ from umbp.runtime.base import HandshakeExtra
 from umbp.runtime.mover import Moved, ObjectMover, settle
 from umbp.runtime.moves import GroupRuns, Move
 from umbp.transfer import Engine, engine_for
+from umbp.transfer.cores import free_cores, use_cores_too
 
 logger = logging.getLogger("vllm.umbp")
 
@@ -100,8 +101,8 @@ class PoolWorkerHandle:
         self._groups: GroupRuns | None = None
         self._engine: Engine | None = None
         self._mover: ObjectMover | None = None
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="umbp-load")
-        self._storer = ThreadPoolExecutor(1, thread_name_prefix="umbp-store")
+        self._loader = ThreadPoolExecutor(1, "umbp-load", _use_free_cores)
+        self._storer = ThreadPoolExecutor(1, "umbp-store", _use_free_cores)
         self._notes: weakref.WeakKeyDictionary[TransferJobState, _Note] = weakref.WeakKeyDictionary()
         self._is_closed = False
 
@@ -268,3 +269,8 @@ class PoolWorkerHandle:
             logger.exception("UMBP: a transfer of %d objects broke", len(job.keys))
             error = str(broken)
         settle(job, moves, error)
+
+
+def _use_free_cores() -> None:
+    """Threads of a worker that is pinned would run where its forward does, and nowhere else."""
+    use_cores_too(free_cores())

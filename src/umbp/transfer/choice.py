@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from umbp.transfer.cores import free_cores
 from umbp.transfer.cuda import CudaDriver
 from umbp.transfer.direct import DirectEngine
 from umbp.transfer.driver import DriverError
@@ -23,7 +24,7 @@ def engine_for(kv_caches: Mapping[str, Any], threads: int) -> Engine:
     driver has none. `ValueError` for tensors on several kinds of device."""
     kinds = {str(getattr(tensor, "device", "cpu")).partition(":")[0] for tensor in kv_caches.values()}
     if kinds == {"cpu"}:
-        return CopyEngine(threads)
+        return CopyEngine(threads, free_cores())
     if len(kinds) > 1:
         raise ValueError(f"KV caches on several kinds of device can't be copied: {', '.join(sorted(kinds))}")
     return device_engine(cast("Mapping[str, torch.Tensor]", kv_caches), threads)

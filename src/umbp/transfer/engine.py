@@ -63,10 +63,15 @@ class CopyEngine:
     """
 
     def __init__(self, threads: int, cores: Sequence[int] | None = None) -> None:
-        """`threads` counts the caller's own. The others run on `cores`, in turn where they are fewer; None:
-        wherever the calling thread may run.
+        """`threads` counts the caller's own. The others run on any of `cores`; None or none: wherever the
+        calling thread may run.
         """
         self._native = _native.CopyEngine(threads, np.array(cores or (), dtype=np.uint32))
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """What the threads beside the caller's are bound to; empty: nothing."""
+        return tuple(self._native.cores)
 
     @property
     def kernel(self) -> str:

@@ -1,7 +1,8 @@
 """`umbp bench copy`: blocks of KV memory into the pool and out of it, against one big memcpy.
 
 The reference is glibc's memcpy on one thread, of as many bytes, between the same KV memory and shared memory
-like the pool's; it runs in every round beside the copies that are measured. KV memory has the pages that an
+like the pool's; it runs in every round beside the copies that are measured, and both stay on one core, helpers
+on the others. KV memory has the pages that an
 engine's has on a CPU: anonymous, without huge pages. Blocks are taken in random order.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -237,13 +239,14 @@ class _Setting:
             block_count=case.objects,
         )
         with ExitStack() as held:
+            cores = held.enter_context(_on_one_core())
             pool = held.enter_context(make_pool(case.objects, case.object_bytes))
             yield cls(
                 case=case,
                 kv=kv,
                 shared=shared,
                 pool=pool,
-                engines={count: held.enter_context(CopyEngine(count)) for count in case.threads},
+                engines={count: held.enter_context(CopyEngine(count, cores)) for count in case.threads},
                 runs=runs,
                 blocks=rng.permutation(case.objects),
                 keys=[f"bench/{number}" for number in range(case.objects)],
@@ -269,6 +272,18 @@ class _Setting:
         self.pool.release(pins)
         if not np.array_equal(_content(self.kv, self.case), _content_of(self.case)):
             raise InvariantError("the copies have moved wrong bytes")
+
+
+@contextmanager
+def _on_one_core() -> Iterator[list[int]]:
+    """Keeps this thread on one core; the others that it might use."""
+    usable = os.sched_getaffinity(0)
+    first, *others = sorted(usable)
+    os.sched_setaffinity(0, {first})
+    try:
+        yield others
+    finally:
+        os.sched_setaffinity(0, usable)
 
 
 def _content(memory: _Memory, case: Case) -> npt.NDArray[np.uint8]:
