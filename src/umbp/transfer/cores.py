@@ -2,8 +2,8 @@
 
 vLLM's CPU backend pins a worker's main thread to the cores of its OpenMP threads, and every thread that is
 started later inherits that: copy threads would only take turns with the forward. The process that started the
-worker isn't pinned. What it may use and no worker is pinned to is free; vLLM keeps such cores where a connector
-is set. Nothing is widened beyond the starter's own cores, so a `taskset` around the engine holds.
+worker isn't pinned. What it may use and no worker is pinned to is free; vLLM keeps such cores where a
+connector is set. Nothing is widened beyond the starter's own cores, so a `taskset` around the engine holds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 def free_cores() -> tuple[int, ...]:
     """Cores that the process which started this one may use, and none of its children is pinned to.
 
-    Empty where there are none, where this process isn't pinned, and in one that `multiprocessing` did not start:
+    Empty where there are none, where this process isn't pinned, and where `multiprocessing` did not start it:
     threads then run where they would anyway.
     """
     starter = multiprocessing.parent_process()

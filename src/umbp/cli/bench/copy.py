@@ -1,9 +1,9 @@
 """`umbp bench copy`: blocks of KV memory into the pool and out of it, against one big memcpy.
 
 The reference is glibc's memcpy on one thread, of as many bytes, between the same KV memory and shared memory
-like the pool's; it runs in every round beside the copies that are measured, and both stay on one core, helpers
-on the others. KV memory has the pages that an
-engine's has on a CPU: anonymous, without huge pages. Blocks are taken in random order.
+like the pool's; it runs in every round beside the copies that are measured. Both stay on one core, helpers on
+the others. KV memory has the pages that an engine's has on a CPU: anonymous, without huge pages. Blocks are
+taken in random order.
 """
 
 from __future__ import annotations
