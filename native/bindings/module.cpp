@@ -321,14 +321,15 @@ NB_MODULE(_native, m) {
           "create_memfd",
           [parameters](u64 capacity, u64 slab, u64 smallest, double high, double low,
                        const std::string& policy, double patience_s, nb::callable may_take,
-                       const MemoryPolicy& memory) {
+                       const MemoryPolicy& memory, std::optional<u64> hash_seed) {
             nb::gil_scoped_release release;
-            return new Pool(Segment::create_memfd(parameters(capacity, capacity, slab, smallest, high, low,
-                                                             policy, may_take, memory)),
-                            u64(patience_s * 1e9));
+            CreateParameters p =
+                parameters(capacity, capacity, slab, smallest, high, low, policy, may_take, memory);
+            p.hash_seed = hash_seed;
+            return new Pool(Segment::create_memfd(p), u64(patience_s * 1e9));
           },
           "capacity_bytes"_a, "slab_bytes"_a, "min_object_bytes"_a, "high"_a, "low"_a, "eviction_policy"_a,
-          "lock_patience_s"_a, "may_take"_a, "memory"_a)
+          "lock_patience_s"_a, "may_take"_a, "memory"_a, "hash_seed"_a.none() = nb::none())
       .def_static(
           "create_file",
           [parameters](const std::string& path, u64 capacity, u64 max, u64 slab, u64 smallest, double high,

@@ -150,7 +150,7 @@ static void write_header(int fd, const Geometry& geometry, const CreateParameter
   u64 random[3] = {};
   if (getrandom(random, sizeof random, 0) != ssize_t(sizeof random))
     throw SegmentError("no random bytes for the pool's hash seed: " + reason());
-  header.hash_seed = random[0];
+  header.hash_seed = parameters.hash_seed.value_or(random[0]);
   header.pool_id[0] = random[1];
   header.pool_id[1] = random[2];
   header.owner_uid = owner;

@@ -41,6 +41,7 @@ class Pool:
         lock_patience_s: float,
         may_take: Callable[[int], None],
         memory: MemoryPolicy,
+        hash_seed: int | None = None,
     ) -> Pool: ...
     @staticmethod
     def create_file(

@@ -16,6 +16,7 @@ _SUBCOMMANDS = {
     "demo": Subcommand("umbp.cli.demo", "demo", "A real engine forgets a long prompt and gets it back."),
     "doctor": Subcommand("umbp.cli.doctor", "doctor", "What this machine offers, and whether all is well."),
     "pool": Subcommand("umbp.cli.pool", "pool", "The pools that the engines of this node share."),
+    "replay": Subcommand("umbp.cli.replay", "replay", "How large a pool pays, from a trace of requests."),
 }
 
 

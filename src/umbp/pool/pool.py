@@ -62,13 +62,15 @@ class Pool:
         processes: int = 2,
         memory: MemoryPolicy = DEFAULT_MEMORY,
         progress: Progress | None = None,
+        hash_seed: int | None = None,
     ) -> Self:
         """A nameless pool that goes when its last process goes. Memory is taken at once, or CapacityError
         raised.
 
         `capacity_bytes` is rounded down to whole slabs; `min_object_bytes` bounds how many objects a slab can
         have; `processes` is how many are expected to attach (a few bytes of pin counts for each and every
-        slot); `progress` hears how much memory has been taken, and may raise to give up.
+        slot); `progress` hears how much memory has been taken, and may raise to give up. `hash_seed` is for
+        simulations that must repeat; a random one keeps others from choosing keys that collide.
         """
         refuse_unless_it_fits(
             capacity_bytes, capacity_bytes, slab_bytes, min_object_bytes, processes, eviction_policy
@@ -84,6 +86,7 @@ class Pool:
             lock_patience_s,
             while_it_fits(capacity_bytes, progress),
             memory.native(capacity_bytes, node),
+            hash_seed,
         )
         return cls(native, report_of(native, memory, node))
 
