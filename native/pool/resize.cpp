@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -15,7 +16,8 @@
 namespace umbp {
 
 static constexpr u64 kPatienceNs = 2000000000ull;
-static constexpr u64 kPortionBytes = 256ull << 20;  // taken or given back between two holds of the lock
+static constexpr u64 kPortionBytes = 256ull << 20;  // taken or given back between two holds of the lock,
+static constexpr u64 kPortionSlabs = 256;           // of so many slabs at most
 static constexpr u64 kLookBatch = 4096;             // slabs looked at in one hold
 static constexpr u64 kEvictBatch = 256;             // objects evicted in one hold
 
@@ -51,7 +53,7 @@ class Resizing {
         p_(parameters),
         slab_bytes_(segment.geometry().slab_bytes),
         target_(parameters.capacity_bytes / slab_bytes_),
-        portion_(std::max<u64>(1, kPortionBytes / slab_bytes_)) {}
+        portion_(std::clamp<u64>(kPortionBytes / slab_bytes_, 1, kPortionSlabs)) {}
 
   void run() {
     if (target_ == 0 || target_ > s_.geometry().slab_count)
@@ -201,9 +203,10 @@ class Resizing {
     const std::vector<u32> slabs = claim_absent(std::min(wanted, portion_));
     require_sound(!slabs.empty(), "it has fewer slabs without memory than it counts");
     try {
-      MemoryTaker taker(s_.fd(), s_.geometry().total_bytes, p_.memory);
+      // One for all portions: its patience with huge pages is for the whole of it.
+      if (!taker_) taker_.emplace(s_.fd(), s_.geometry().total_bytes, p_.memory);
       for (u32 slab : slabs) {
-        taker.take(place_of(slab), slab_bytes_, {});
+        taker_->take(place_of(slab), slab_bytes_, {});
         crash_point();
       }
     } catch (const std::system_error& error) {
@@ -321,6 +324,7 @@ class Resizing {
   Segment& s_;
   const ResizeParameters& p_;
   const u64 slab_bytes_, target_, portion_;
+  std::optional<MemoryTaker> taker_;
   std::vector<u32> candidates_;  // the coldest last
   u32 emptied_ = kNil, position_ = 0;
   u64 stuck_since_ns_ = 0;
