@@ -6,9 +6,10 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks import node_pool, short_hits, side_by_side
+from benchmarks import contention, node_pool, short_hits, side_by_side
 
 BENCHMARKS: dict[str, Callable[[bool], int]] = {
+    "contention": contention.run,
     "copy": node_pool.copies,
     "lookup": node_pool.lookups,
     "pool": node_pool.verbs,

@@ -12,8 +12,9 @@
 
 namespace umbp {
 
-// Waiters look at the owner again this often: a wake-up can be lost with the waiter that it was meant for.
-static constexpr u64 kLookAgainNs = 500000;
+// Waiters look at the lock again this often: the waiter that a wake-up was meant for may be dead, or may wait
+// for a processor while the lock is free.
+static constexpr u64 kLookAgainNs = 100000;
 
 static void futex_wait(std::atomic<u32>& word, u32 seen, u64 timeout_ns) {
   timespec timeout{time_t(timeout_ns / 1000000000ull), long(timeout_ns % 1000000000ull)};

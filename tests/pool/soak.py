@@ -298,12 +298,15 @@ class Era:
                 self.read(keys)
 
     def audit(self) -> None:
-        try:
-            self.pool.audit()
-            self.report.counts["audits"] += 1
-        except SegmentError as error:
-            if not is_lock_stopped(error) or all(m.actor.state() != "T" for m in self.members):
-                raise
+        until = time.monotonic() + PROGRESS_S
+        while all(member.actor.state() != "T" for member in self.members):
+            try:
+                self.pool.audit()
+                self.report.counts["audits"] += 1
+                return
+            except SegmentError as error:
+                if not is_lock_stopped(error) or time.monotonic() > until:
+                    raise
 
     def store(self, ns: int, keys: list[str]) -> None:
         sizes = np.array([size_of(key) for key in keys], dtype=np.uint64)
