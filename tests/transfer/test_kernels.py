@@ -182,3 +182,23 @@ def test_the_checksum_is_the_same_on_every_processor(length: int) -> None:
         address = int(pool.payload(tickets)[0][0])
         trailer = ctypes.string_at(address, slab_bytes)[length:]
         assert XXH3_64[length].to_bytes(8, "little") in trailer
+
+
+def test_runs_that_touch_in_one_block_only_are_not_taken_for_one() -> None:
+    """The second run lies right behind the first in block 0, and elsewhere in block 1."""
+    memory = aligned(4096)
+    memory[:] = np.random.default_rng(7).integers(0, 256, 4096, np.uint8)
+    runs = BlockRuns.from_columns(
+        [memory.ctypes.data, memory.ctypes.data + 64], [1024, 512], [64, 64], [0, 64], 2
+    )
+    with (
+        CopyEngine(1) as engine,
+        Pool.create_memfd(8192, slab_bytes=4096, min_object_bytes=128) as pool,
+    ):
+        tickets, _ = pool.reserve(pool.namespace("a"), ["k0", "k1"], 128)
+        assert set(engine.store(runs, [0, 1], pool, tickets).tolist()) == {CopyStatus.OK}
+        found = [ctypes.string_at(int(address), 128) for address in pool.payload(tickets)[0]]
+        assert found == [
+            bytes(np.concatenate([memory[at : at + 64], memory[then : then + 64]]))
+            for at, then in ((0, 64), (1024, 576))
+        ]
