@@ -1,7 +1,8 @@
 // Threads of one process on one pool, each doing every verb at random: what a data race detector is to watch.
 // The payloads carry their key, and every thread checks what it reads.
 //
-// stress [seconds] [threads] [seed]; the exit code says whether anything was wrong.
+// stress [seconds] [threads] [seed]; odd seeds take the hazard policy. The exit code says whether anything
+// was wrong.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -111,6 +112,7 @@ struct Work {
       case 4:
         return read(from);
       case 5:
+        if (below(2)) return pool.note(some(from), below(2), Answer::medium, outcomes);
         return pool.touch(some(from), outcomes);
       case 6:
         return pool.remove(some(from), outcomes);
@@ -144,6 +146,7 @@ int main(int count, char** arguments) {
   parameters.max_bytes = 2 * kSlots * kSlotBytes;
   parameters.slab_bytes = 8 * kSlotBytes;
   parameters.min_object_bytes = kObjectBytes;
+  parameters.eviction_policy = seed % 2 ? EvictionPolicy::hazard : EvictionPolicy::lru;
   Pool pool(Segment::create_memfd(parameters), 100000000ull);
   std::vector<std::thread> crowd;
   for (u64 i = 0; i < threads; i++)

@@ -346,7 +346,7 @@ class Era:
         """The pool is destroyed under the crowd: it misses and refuses from then on, and everybody goes on.
         Some destroyers die of it; the next does what they left undone."""
         while os.path.exists(self.path):
-            destroyer = self.spawn_as("destroyer", self.rng.randrange(15, 45), will_stop=False)
+            destroyer = self.spawn_as("destroyer", 0, will_stop=False)
             while destroyer in self.members and os.path.exists(self.path):
                 self.look_after()
                 os.sched_yield()

@@ -80,6 +80,7 @@ class Worker:
         self.path = spec["path"]
         self.rng = random.Random(spec["seed"])
         self.seed = spec["seed"]
+        self.line = spec["line"]
         self.counts = counts
         self.pool = Pool.attach(self.path)
         self.spaces = [self.pool.namespace(name) for name in SPACES]
@@ -279,9 +280,10 @@ class Resizer(Worker):
 
 
 class Destroyer(Worker):
-    """Destroys the pool, if it can."""
+    """Destroys the pool, if it lives to."""
 
     def step(self) -> None:
+        _native.arm_crash_point(self.rng.randrange(5), False, self.line)
         self.pool.destroy()
 
 
@@ -326,7 +328,8 @@ def soak(lines: Lines, spec: dict[str, Any]) -> None:
     os.nice(5)  # whoever kills has to come to it
     board = np.memmap(spec["board"], dtype=np.uint64, mode="r+").reshape(-1, len(COLUMNS))
     counts = board[spec["row"]]
-    _native.arm_crash_point(spec["countdown"], spec["stop"], lines.socket.fileno())
+    spec["line"] = lines.socket.fileno()
+    _native.arm_crash_point(spec["countdown"], spec["stop"], spec["line"])
     worker: Worker | None = None
     while True:
         try:
