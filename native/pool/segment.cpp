@@ -213,6 +213,25 @@ static MemoryFacts furnish(int fd, const CreateParameters& parameters) {
   return memory;
 }
 
+// A pool's file has memory for all that is used; a copy of it, made by a tool that leaves zeros out, has
+// holes, and whoever wrote to one in a full file system would die of it.
+static void fill_holes(const Segment& s) {
+  const Geometry& g = s.geometry();
+  u64 least = g.records_at;
+  for (u32 slab = 0; slab < g.slab_count; slab++) least += s.has_memory(slab) ? g.slab_bytes : 0;
+  if (u64(stat_of(s.fd()).st_blocks) * 512 >= least) return;
+  bool is_whole = s.back_range(0, g.records_at);
+  for (u32 slab = 0; slab < g.slab_count && is_whole; slab++)
+    if (s.has_memory(slab))
+      is_whole = s.back_range(g.records_at + slab * g.slots_per_slab * sizeof(SlotRecord),
+                              g.slots_per_slab * sizeof(SlotRecord)) &&
+                 s.back_range(g.arena_at + slab * g.slab_bytes, g.slab_bytes);
+  if (!is_whole)
+    throw CapacityError(s.name() +
+                        " can't be attached: its file has holes (a sparse copy of a pool?) and there is no "
+                        "memory to fill them");
+}
+
 std::shared_ptr<Segment> Registry::adopt(int fd, const Header& header, FileId id, std::string name,
                                          std::string path) {
   Descriptor descriptor(fd);
@@ -236,6 +255,7 @@ std::shared_ptr<Segment> Registry::adopt(int fd, const Header& header, FileId id
   madvise(segment->base_, header.geometry.total_bytes,
           MADV_DONTFORK);  // a forgotten child must not keep the memory
   segment->fd_ = fd;
+  fill_holes(*segment);
 
   for (u32 slot = 0;; slot++) {
     if (slot == kProcessLimit)

@@ -6,12 +6,13 @@ from __future__ import annotations
 import os
 import random
 import stat
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from actors import store
+from actors import pattern, read_payload, store
 from zygote import Actor, Zygote
 
 from umbp import _native
@@ -124,6 +125,19 @@ def test_any_length_but_its_own_is_refused(pool_file: Path) -> None:
     for length in (size + 4096, size + 1, size - 1, size - 4096, size // 2, 4096, 4095, 1024, 1, 0):
         os.truncate(pool_file, length)
         assert_refused(pool_file)
+
+
+def test_the_holes_of_a_sparse_copy_are_filled(pool_file: Path, tmp_path: Path) -> None:
+    """Scenario: a pool was copied by a tool that leaves zeros out; its users would die where there is no room."""
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "--sparse=always", pool_file, copy], check=True)
+    assert copy.stat().st_blocks * 512 < 1 << 20
+    with Pool.attach(copy) as pool:
+        assert copy.stat().st_blocks * 512 >= pool.capacity_bytes
+        assert pool.lookup(["x", "y"]).all()
+        tickets, _ = pool.acquire(["x"])
+        assert read_payload(pool, int(tickets[0])) == pattern("x")
+        pool.audit()
 
 
 @pytest.mark.parametrize("seed", range(12))
