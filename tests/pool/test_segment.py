@@ -252,14 +252,6 @@ def test_a_segment_that_is_not_ready_is_refused(pool_file: Path, state: int, mat
     assert_refused(pool_file, match)
 
 
-def test_a_truncated_file_is_refused(pool_file: Path) -> None:
-    size = pool_file.stat().st_size
-    for keep in (size - 4096, size // 2, 4096, 100, 0):
-        with pool_file.open("r+b") as file:
-            file.truncate(keep)
-        assert_refused(pool_file)
-
-
 def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
     foreign = tmp_path / "foreign"
     foreign.write_bytes(os.urandom(1 << 16))
@@ -270,11 +262,6 @@ def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
     assert_refused(tmp_path / "absent", "No such file")
     os.mkfifo(tmp_path / "fifo")
     assert_refused(tmp_path / "fifo", "isn't a file")
-
-
-def test_a_file_that_everybody_may_write_is_refused(pool_file: Path) -> None:
-    pool_file.chmod(0o666)
-    assert_refused(pool_file, "everybody may write")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
