@@ -7,7 +7,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -22,7 +21,7 @@ struct CreateParameters {
   u32 high_ppm = 1000000, low_ppm = 950000;
   EvictionPolicy eviction_policy = EvictionPolicy::lru;
   std::optional<u64> hash_seed;  // random where none is given
-  u32 group_gid = kNoGroup;  // of a file pool: whose members may attach
+  u32 group_gid = kNoGroup;      // of a file pool: whose members may attach
   // Called before each portion of the arena is taken, with the bytes that are still to be taken; throws to
   // refuse. Others may be taking memory at the same time: what was free at the start need not be free any
   // more.

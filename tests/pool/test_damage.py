@@ -128,7 +128,7 @@ def test_any_length_but_its_own_is_refused(pool_file: Path) -> None:
 
 
 def test_the_holes_of_a_sparse_copy_are_filled(pool_file: Path, tmp_path: Path) -> None:
-    """Scenario: a tool that leaves zeros out has copied a pool; where there is no room its users would die."""
+    """Scenario: a tool that leaves out zeros has copied a pool; its users would die in a full file system."""
     copy = tmp_path / "copy"
     subprocess.run(["cp", "--sparse=always", pool_file, copy], check=True)
     assert copy.stat().st_blocks * 512 < 1 << 20
