@@ -44,9 +44,11 @@ def test_copies_have_a_row_for_each_direction_thread_count_and_verify() -> None:
 def test_lookups_have_a_row_by_keys_by_hashes_and_in_order_and_under_contention() -> None:
     rows = results("lookup", "--small")
     cases = ["lookup_8192_hit", "lookup_8192_hit", "match_8192_hit"]
-    assert [row["case"] for row in rows] == [*cases, *(f"{case}_contended" for case in cases)]
-    assert [row["by"] for row in rows] == ["key", "raw", "raw"] * 2
-    for row in rows:
+    assert [row["case"] for row in rows[:6]] == [*cases, *(f"{case}_contended" for case in cases)]
+    assert [row["by"] for row in rows[:6]] == ["key", "raw", "raw"] * 2
+    assert {row["case"] for row in rows[6:]} == {"reserve_publish", "acquire_release"}
+    assert all(isinstance(row["us_per_object"], float) for row in rows[6:])
+    for row in rows[:6]:
         assert row["entries"] == 10_000
         assert isinstance(row["ms"], float)
         assert ("ratio_to_dict" in row) == ("contended" not in str(row["case"]))
@@ -58,8 +60,11 @@ def test_the_verbs_have_a_row_for_each_size_and_the_ratio_of_the_sizes() -> None
         found = {row["case"]: row for row in rows if row.get("entries") == size}
         assert {"reserve_publish", "acquire_release", "reserve_publish_evicting"} <= set(found)
         assert all(isinstance(row["us_per_object"], float) for row in found.values())
-    scaled = {row["of"]: row["ratio"] for row in rows if row["case"] == "scale_10k_vs_5k"}
-    assert {"reserve_publish", "acquire_release", "lookup"} <= set(scaled)
+        assert all(("ratio" in row) == (size == 10_000) for row in found.values())
+    (scale,) = (row for row in rows if row["case"] == "scale_10k_vs_5k")
+    assert scale["ratio"] == max(
+        row["ratio"] for row in rows if row.get("entries") == 10_000 and "ratio" in row
+    )
     (share,) = (row["share_of_capacity"] for row in rows if row["case"] == "bookkeeping")
     assert isinstance(share, float)
     assert 0 < share <= 0.02

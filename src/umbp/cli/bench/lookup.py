@@ -1,4 +1,5 @@
-"""`umbp bench lookup`: which of 8,192 keys are stored, asked by a process that stored none of them.
+"""`umbp bench lookup`: which of 8,192 keys are stored, asked by a process that stored none of them; and what
+storing and reading cost an object beside that.
 
 The reference is a list comprehension, `[key in entries for key in keys]`, over a Python dict of as many
 entries. Both get strings of their own, newly built, in random order, in every round.
@@ -19,6 +20,7 @@ import click
 import numpy as np
 
 from umbp.cli.bench import machine, mooncake
+from umbp.cli.bench import pool as verbs
 from umbp.cli.bench.report import Report, Row, publish, rounded
 from umbp.cli.bench.stock import PREFIX, Stock, fill, make_pool
 from umbp.cli.bench.timing import Times, timed
@@ -69,6 +71,7 @@ def measure(
             if size == min(sizes):
                 with _busy(pool.handle, size, others):
                     results += _in_another_process(pool.handle, size, rounds, "_contended")
+    results += [row for row in verbs.verb_rows(sizes, rounds=rounds) if _is_shown(str(row["case"]))]
     notes = [
         "ratio_to_dict is time over that of [k in d for k in keys]; by raw: 32-byte hashes, no key texts.",
         f"contended: {others} other processes pin, store, remove and look up meanwhile.",
@@ -85,6 +88,11 @@ def measure(
         machine=machine.facts("umbp", *([mooncake.DISTRIBUTION] if is_against_mooncake else [])),
         notes=notes,
     )
+
+
+def _is_shown(case: str) -> bool:
+    """Of what `umbp bench pool` tells: the two pairs of verbs that go with every lookup, and the scale."""
+    return case in ("reserve_publish", "acquire_release") or case.startswith("scale_")
 
 
 def _in_another_process(handle: PoolHandle, size: int, rounds: int, suffix: str) -> list[Row]:

@@ -53,40 +53,42 @@ def command(entries: tuple[int, ...], repeat: int, small: bool, is_json: bool) -
 
 def measure(sizes: Sequence[int], *, rounds: int) -> Report:
     """A report with a row for each case and size, the ratios of the sizes, and the share of bookkeeping."""
-    results: list[Row] = []
-    medians: dict[int, dict[str, float]] = {}
-    for size in sorted(sizes):
-        medians[size] = {}
-        for case, times in _times(size, rounds).items():
-            medians[size][case] = times.median_s
-            results.append(
-                {
-                    "case": case,
-                    "entries": size,
-                    "us_per_object": rounded(times.median_s * 1e6),
-                    "spread": rounded(times.spread),
-                }
-            )
-    small, large = min(sizes), max(sizes)
-    if small != large:
-        results += [
-            {
-                "case": f"scale_{_short(large)}_vs_{_short(small)}",
-                "of": case,
-                "ratio": rounded(medians[large][case] / medians[small][case]),
-            }
-            for case in medians[small]
-        ]
-    results.append(_bookkeeping())
     return Report(
         title=f"The pool's verbs in batches of {BATCH}, median of {rounds}",
-        results=results,
+        results=[*verb_rows(sizes, rounds=rounds), _bookkeeping()],
         machine=machine.facts("umbp"),
         notes=(
             "evicting: the pool is full, so each new object is another's end.",
+            "ratio: of the cost to that in the smallest pool; scale: the largest of these ratios.",
             f"bookkeeping: beyond its objects ({LARGE_OBJECT_BYTES >> 10} KiB each), of a pool's capacity.",
         ),
     )
+
+
+def verb_rows(sizes: Sequence[int], *, rounds: int) -> list[Row]:
+    """What each verb costs in pools of these sizes, and the verb that the largest pool makes dearest."""
+    rows: list[Row] = []
+    first: dict[str, float] = {}
+    ratios: dict[str, float] = {}
+    small, large = min(sizes), max(sizes)
+    for size in sorted(sizes):
+        for case, times in _times(size, rounds).items():
+            row: dict[str, str | int | float] = {
+                "case": case,
+                "entries": size,
+                "us_per_object": rounded(times.median_s * 1e6),
+                "spread": rounded(times.spread),
+            }
+            ratios[case] = times.median_s / first.setdefault(case, times.median_s)
+            rows.append(row if size == small else row | {"ratio": rounded(ratios[case])})
+    if small != large:
+        dearest = max(ratios, key=lambda case: ratios[case])
+        scale: dict[str, str | int | float] = {
+            "case": f"scale_{_short(large)}_vs_{_short(small)}",
+            "ratio": rounded(ratios[dearest]),
+        }
+        rows.append(scale | {"of": dearest})
+    return rows
 
 
 def _times(size: int, rounds: int) -> dict[str, Times]:
