@@ -7,7 +7,7 @@
 // each group and age, the chance of coming back per second that a block stays: its index. The policy
 // (hazard_lru.cpp) evicts where that is lowest.
 //
-// All of it lies in the segment, 0.5 MiB and 32 bytes for each ghost, is changed under the lock, and is
+// All of it lies in the segment, 0.3 MiB and 32 bytes for each ghost, is changed under the lock, and is
 // advice: no value in it decides what may be read. Counts and ghosts outlive a crash where they can be true;
 // how many blocks are alive at which age is counted again.
 #pragma once
@@ -74,7 +74,11 @@ class Hazard {
 
   // What is known of a block that isn't stored; null if nothing.
   History* ghost(const Digest& digest);
-  void prefetch_ghost(const Digest& digest) const { prefetch(&ghosts_[first_way(digest)]); }
+  void prefetch_ghost(const Digest& digest) const {
+    const Ghost* ways = ghosts_ + first_way(digest);
+    prefetch(ways);
+    prefetch(ways + kGhostWays / 2);
+  }
   // A block that isn't stored and has no ghost: it gets one.
   History& remember(const Digest& digest, const History& history);
   History fresh() const { return History{h_.now, kUnnoted, 0, 0, 0, {0, 0}}; }

@@ -15,8 +15,10 @@ class Policy {
   virtual ~Policy() = default;
   virtual void arrive(u32 slot) = 0;  // reserved: its record has its digest, and is not evictable yet
   virtual void depart(u32 slot) = 0;  // abandoned or dropped; the record still has its digest
-  virtual void enter(u32 slot) = 0;   // evictable from now on, as the youngest
-  virtual void leave(u32 slot) = 0;   // pinned or gone
+  // The block will soon arrive or depart.
+  virtual void prefetch_known(const Digest&) const {}
+  virtual void enter(u32 slot) = 0;  // evictable from now on, as the youngest
+  virtual void leave(u32 slot) = 0;  // pinned or gone
   // Appends up to `wanted` victims of the class, best first; changes nothing. Objects marked by `call` are
   // spared.
   virtual void choose(u32 klass, u64 wanted, u32 call, std::vector<u32>& victims) = 0;
@@ -52,6 +54,7 @@ class HazardLru final : public Policy {
   explicit HazardLru(Segment& segment) : s_(segment), hazard(segment) {}
   void arrive(u32 slot) override { hazard.arrive(slot); }
   void depart(u32 slot) override { hazard.depart(slot); }
+  void prefetch_known(const Digest& digest) const override { hazard.prefetch_ghost(digest); }
   void enter(u32 slot) override;
   void leave(u32 slot) override;
   void choose(u32 klass, u64 wanted, u32 call, std::vector<u32>& victims) override;

@@ -191,7 +191,7 @@ u64 Reservation::excess_bytes() {
 
 // What the wanted classes could not give up: from the others, the one with the oldest first.
 void Reservation::drain_other_classes(Objects& objects) {
-  if (s_.header().class_count <= needs_.size() || excess_bytes() == 0) return;
+  if (excess_bytes() == 0 || s_.header().class_count <= needs_.size()) return;
   std::vector<std::pair<u64, u32>> others;
   for (u32 klass = 0; klass < s_.header().class_count; klass++) {
     const bool is_needed =
@@ -227,9 +227,14 @@ bool Reservation::carry_out(Objects& objects, std::size_t from, std::size_t coun
     rounds_++;
     return false;
   }
-  for (u32 victim : victims_) objects.index.prefetch_home(s_.record(victim).digest);
+  for (u32 victim : victims_) {
+    objects.index.prefetch_home(s_.record(victim).digest);
+    objects.policy.prefetch_known(s_.record(victim).digest);
+  }
   for (u32 victim : victims_) evict(objects, victim);
   victims_.clear();
+  for (std::size_t i = from; i < from + count; i++)
+    if (c_.outcomes[i] == Outcome::full) objects.policy.prefetch_known(c_.keys[i]);
   u64 reserved = 0;
   for (std::size_t i = from; i < from + count; i++) {
     if (c_.outcomes[i] != Outcome::full || is_cut_) continue;

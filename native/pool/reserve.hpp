@@ -55,7 +55,8 @@ class Reservation {
   // Slabs of richer classes whose objects are all older than `older_than`, the coldest first, until they have
   // `wanted` slots of this class or as many objects as one hold may evict. The slots.
   u64 take_slabs(const Need& need, u64 wanted, u64 older_than);
-  // How far the pool will be above the watermark that it is on its way to; 0 if it isn't.
+  // How far the pool will be above the low watermark while it is on its way there from the high one, after
+  // what has been chosen so far; 0 if it isn't, which ends the way.
   u64 excess_bytes();
   void drain_other_classes(Objects& objects);
   bool evict(Objects& objects, u32 slot);  // false if it is gone already

@@ -47,6 +47,10 @@ LATER_MODES = ("distributed",)
 LATER_OPTIONS = ("ssd_path", "ssd_capacity_bytes")
 """The options that it doesn't have yet in any mode."""
 
+EVICTION_POLICIES = ("lru", "hazard")
+DEFAULT_EVICTION_POLICY = "hazard"
+"""The better one on recorded requests; docs/design.md has the figures."""
+
 DEFAULT_SHARE = 4
 """Where no capacity is given, one part in so many of the free memory is taken."""
 
@@ -131,7 +135,10 @@ class Options:
         "store a block when it has been computed, or when the engine is about to evict it",
     )
     eviction_policy: str = _option(
-        "lru", Choice(("lru", "hazard")), "what leaves a full pool first", modes=BUILT_IN_MODES
+        DEFAULT_EVICTION_POLICY,
+        Choice(EVICTION_POLICIES),
+        "what leaves a full pool first: the oldest, or what is least likely to be asked for again",
+        modes=BUILT_IN_MODES,
     )
     dram_high_watermark: float = _option(
         1.0, Share(), "share of the pool in use where eviction starts", modes=BUILT_IN_MODES

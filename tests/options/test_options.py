@@ -42,7 +42,7 @@ RIGHT_VALUES: dict[str, Any] = {
     "num_workers": 3,
     "timeout_ms": 1000,
     "write_policy": "lazy",
-    "eviction_policy": "hazard",
+    "eviction_policy": "lru",
     "dram_high_watermark": 0.9,
     "dram_low_watermark": 0.5,
     "dram_use_hugepages": True,

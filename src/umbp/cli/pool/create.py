@@ -10,13 +10,11 @@ from umbp.cli.pool.places import AS_JSON, DEFAULT_DIR, SIZE, in_folder, path_of,
 from umbp.cli.pool.show import as_dict
 from umbp.errors import ConfigError
 from umbp.kinds import format_size
-from umbp.options import OPTIONS
+from umbp.options import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
 from umbp.pool import MemoryPolicy, Pool, inspect_pool, shared_geometry
 from umbp.pool.geometry import MIN_OBJECT_BYTES
 from umbp.pool.memory import check_node
-from umbp.pool.pool import EVICTION_POLICY
 
-EVICTION_POLICIES = OPTIONS["eviction_policy"].kind.words  # type: ignore[attr-defined]
 _HUGE_PAGES = {"auto": None, "on": True, "off": False}
 
 
@@ -43,7 +41,7 @@ _HUGE_PAGES = {"auto": None, "on": True, "off": False}
 @click.option(
     "--eviction-policy",
     type=click.Choice(EVICTION_POLICIES),
-    default=EVICTION_POLICY,
+    default=DEFAULT_EVICTION_POLICY,
     show_default=True,
     help="What leaves a full pool first.",
 )
