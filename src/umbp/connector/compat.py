@@ -7,7 +7,7 @@ state.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -114,13 +114,18 @@ def has_forward(forward_context: Any) -> bool:
     return forward_context is not None and forward_context.attn_metadata is not None
 
 
-def scheduled_requests(output: SchedulerOutput) -> Iterable[tuple[str, int]]:
-    """Of each request that computes in this step: its id and how many tokens will be computed after it."""
+def scheduled_requests(output: SchedulerOutput, among: Container[str]) -> Iterable[tuple[str, int]]:
+    """Of each of these requests that computes in this step: its id and how many tokens are computed after
+    it.
+    """
+    scheduled = output.num_scheduled_tokens
     for new in output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
+        if new.req_id in among:
+            yield new.req_id, new.num_computed_tokens + scheduled[new.req_id]
     cached = output.scheduled_cached_reqs
     for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-        yield request_id, computed + output.num_scheduled_tokens[request_id]
+        if request_id in among:
+            yield request_id, computed + scheduled[request_id]
 
 
 def taken_blocks(output: SchedulerOutput, block_tokens: int) -> tuple[int, int]:

@@ -72,6 +72,8 @@ class SchedulerSide:
         self._loads: Ledger[LoadEntry] = Ledger(ranks, self._close_load)
         self._stores: Ledger[StoreEntry] = Ledger(ranks, self._close_store)
         self._requests: dict[str, RequestState] = {}
+        self._unfinished: dict[str, RequestState] = {}
+        """Those whose blocks the writer may still have to look at."""
         self._admitted: dict[str, tuple[int, BlockLoadBatch]] = {}
         self._filling: set[bytes] = set()
         self._stores_before_reset: frozenset[int] = frozenset()
@@ -128,6 +130,8 @@ class SchedulerSide:
     def admit(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
         """The engine has blocks for the request and wants `external_tokens` of what was promised, or none."""
         state = self._state(request)
+        # Also one that comes back, from a preemption or with more prompt.
+        self._unfinished[request.request_id] = state
         self._count_admission(state, external_tokens)
         if external_tokens == 0:
             # The second call of a finished asynchronous load, or a hit that is not wanted.
@@ -163,6 +167,7 @@ class SchedulerSide:
         themselves.
         """
         state = self._requests.pop(request.request_id, None)
+        self._unfinished.pop(request.request_id, None)
         if state is None:
             return
         self._matcher.withdraw(state)
@@ -189,7 +194,7 @@ class SchedulerSide:
         return meta
 
     def _plan_stores(self, output: SchedulerOutput, meta: UMBPConnectorMetadata) -> None:
-        plan = self._writer.plan(output, self._requests) if self._writer is not None else None
+        plan = self._writer.plan(output, self._unfinished) if self._writer is not None else None
         if plan is not None:
             meta.store_requests.update(plan.batches)
             meta.store_event = self._stores.open(plan.entry)
@@ -252,6 +257,8 @@ class SchedulerSide:
         self._stores.audit()
         if self._writer is not None:
             self._writer.audit()
+        if not self._unfinished.keys() <= self._requests.keys():
+            raise InvariantError(f"requests that are gone are to be stored: {sorted(self._unfinished)}")
         for request_id, state in self._requests.items():
             if state.promise is not None and state.is_loading:
                 raise InvariantError(f"request {request_id} loads and is promised more: {state}")

@@ -22,6 +22,7 @@ from umbp.connector import compat
 from umbp.connector.scheduler.account import StoreEntry
 from umbp.connector.scheduler.plan import BlockSpan, Planner
 from umbp.connector.scheduler.pool_view import PoolView
+from umbp.connector.scheduler.state import RequestState
 from umbp.connector.scheduler.write import Requests, StorePlan, storing_requests
 from umbp.errors import InvariantError
 
@@ -83,8 +84,8 @@ class LazyWriter:
         self._outlast_steps = False
         """Stores have been seen that were under way when the next step was planned."""
 
-    def plan(self, output: SchedulerOutput, requests: Requests) -> StorePlan | None:
-        for _, state, computed_tokens in storing_requests(self._planner, output, requests):
+    def plan(self, output: SchedulerOutput, unfinished: dict[str, RequestState]) -> StorePlan | None:
+        for _, state, computed_tokens in storing_requests(self._planner, output, unfinished):
             span = self._planner.completed(state, computed_tokens, output)
             if span is not None:
                 self._remember(span)

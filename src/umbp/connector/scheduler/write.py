@@ -35,8 +35,10 @@ class StorePlan:
 class Writer(Protocol):
     """Decides what a step stores, and pins it."""
 
-    def plan(self, output: SchedulerOutput, requests: Requests) -> StorePlan | None:
-        """What the workers shall store after this step's forward; its blocks are pinned."""
+    def plan(self, output: SchedulerOutput, unfinished: dict[str, RequestState]) -> StorePlan | None:
+        """What the workers shall store after this step's forward; its blocks are pinned. `unfinished` are the
+        requests that may still complete blocks; who can't any more is taken out.
+        """
         ...
 
     def give_back(self, entry: StoreEntry, failed: set[bytes], requests: Requests) -> None:
@@ -73,9 +75,9 @@ class ThroughWriter:
         self._block_tokens = block_tokens
         self._stats = stats
 
-    def plan(self, output: SchedulerOutput, requests: Requests) -> StorePlan | None:
+    def plan(self, output: SchedulerOutput, unfinished: dict[str, RequestState]) -> StorePlan | None:
         spans: dict[str, BlockSpan] = {}
-        for request_id, state, computed_tokens in storing_requests(self._planner, output, requests):
+        for request_id, state, computed_tokens in storing_requests(self._planner, output, unfinished):
             if state.has_lost_store:
                 self._stats.add("dropped_store_tokens", self._planner.skip(state, computed_tokens))
                 continue
@@ -115,14 +117,20 @@ class ThroughWriter:
 
 
 def storing_requests(
-    planner: Planner, output: SchedulerOutput, requests: Requests
+    planner: Planner, output: SchedulerOutput, unfinished: dict[str, RequestState]
 ) -> Iterator[tuple[str, RequestState, int]]:
-    """The requests of this step that may complete blocks worth storing, with their tokens after it.
+    """The unfinished requests of this step, with their tokens after it. A request that can't complete any
+    more blocks worth storing is taken out of `unfinished`: most requests of most steps only generate.
 
     A step that waits for a request's load computes garbage on every rank if the load fails on one, and only
     that rank knows in time: what it computes is stored once all have reported.
     """
-    for request_id, computed_tokens in compat.scheduled_requests(output):
-        state = requests.get(request_id)
-        if state is not None and not state.is_loading and not planner.is_done(state):
-            yield request_id, state, computed_tokens
+    if not unfinished:
+        return
+    for request_id, computed_tokens in list(compat.scheduled_requests(output, unfinished)):
+        state = unfinished[request_id]
+        if state.is_loading:
+            continue
+        yield request_id, state, computed_tokens
+        if planner.is_done(state):
+            del unfinished[request_id]
