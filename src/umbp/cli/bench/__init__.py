@@ -13,6 +13,9 @@ _SUBCOMMANDS = {
     "copy": Subcommand(
         "umbp.cli.bench.copy", "command", "Blocks into the pool and out of it, against one big memcpy."
     ),
+    "engine": Subcommand(
+        "umbp.cli.bench.engine", "command", "A real engine's throughput with the connector, against without."
+    ),
     "lookup": Subcommand(
         "umbp.cli.bench.lookup", "command", "Stored keys looked up from another process, against a dict."
     ),

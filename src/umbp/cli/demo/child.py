@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import random
 import shutil
 import signal
 import sys
@@ -19,6 +20,8 @@ import threading
 import time
 import traceback
 from typing import IO, Any
+
+SERVE_ARGUMENTS = ("seed", "prompts", "prompt_tokens", "output_tokens")
 
 
 def main() -> None:
@@ -39,6 +42,8 @@ def main() -> None:
                 raise RuntimeError("the engine has not been started")
             elif verb == "ask":
                 answer = engine.ask(command["messages"], command["max_tokens"])
+            elif verb == "serve":
+                answer = engine.serve(**{name: command[name] for name in SERVE_ARGUMENTS})
             elif verb == "counters":
                 answer = engine.counters()
             else:
@@ -115,6 +120,32 @@ class _Engine:
                 for token, at in zip(answer.token_ids, answer.logprobs, strict=True)
             ],
             "text": answer.text,
+        }
+
+    def serve(self, seed: int, prompts: int, prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
+        """Answers many made-up prompts at once; two seeds make prompts that share no block."""
+        from vllm import RequestOutput, SamplingParams, TokensPrompt
+
+        source = random.Random(seed)
+        size = int(self._llm.llm_engine.model_config.get_vocab_size())
+        params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
+        engine = self._llm.llm_engine
+        texts = [[source.randrange(size // 2, size) for _ in range(prompt_tokens)] for _ in range(prompts)]
+        begun_s = time.perf_counter()
+        for tokens in texts:
+            self._asked += 1
+            engine.add_request(f"demo-{self._asked}", TokensPrompt(prompt_token_ids=tokens), params)
+        ended: list[RequestOutput] = []
+        while engine.has_unfinished_requests():
+            ended += [out for out in engine.step() if isinstance(out, RequestOutput) and out.finished]
+        seconds = time.perf_counter() - begun_s
+        if len(ended) != prompts or any(out.outputs[0].finish_reason != "length" for out in ended):
+            raise RuntimeError("the engine ended a request without an answer")
+        return {
+            "seconds": seconds,
+            "prompt_tokens": prompts * prompt_tokens,
+            "output_tokens": sum(len(out.outputs[0].token_ids) for out in ended),
+            "cached_tokens": sum(int(out.num_cached_tokens or 0) for out in ended),
         }
 
     def counters(self) -> dict[str, float]:

