@@ -8,6 +8,7 @@ import pytest
 
 from umbp.data import KVLayoutDescriptor, KVRegion, RankTopology, UMBPNamespace
 from umbp.options import parse_options
+from umbp.pool import Pool
 from umbp.runtime.base import IUMBPRuntime
 from umbp.runtime.embedded import EmbeddedRuntime
 from umbp.runtime.wrap.faulty import FaultPlan, FaultyRuntime
@@ -83,4 +84,24 @@ def test_a_pool_with_fewer_blocks_than_the_engine_is_warned_of(
         worker.register_buffers({"layer": FakeTensor.zeros((32, 4096))})
     said = [record.getMessage() for record in caplog.records]
     assert any(f"holds {blocks} blocks, fewer than the 32" in line for line in said) == is_warned
+    worker.close()
+
+
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+def test_the_schedulers_notes_reach_the_policy_of_the_workers_pool(policy: str) -> None:
+    runtime = embedded(eviction_policy=policy)
+    layout = KVLayoutDescriptor((KVRegion("layer", 0, 4096, 4096, 0),), RankTopology())
+    worker = runtime.create_worker_handle(UMBPNamespace("n"), RankTopology(), layout)
+    worker.register_buffers({"layer": FakeTensor.zeros((32, 4096))})
+    scheduler = runtime.create_scheduler_handle(UMBPNamespace("n"), RankTopology(), layout)
+    extra = worker.handshake_extra()
+    scheduler.bind_workers({RankTopology().local_namespace: extra})
+    pool = Pool.attach(f"/proc/{extra['pid']}/fd/{extra['fd']}")
+    assert pool.eviction_policy == policy
+    for request in range(3):
+        scheduler.note(f"r{request}", "admit", [b"a", b"b"])
+        scheduler.note(f"r{request}", "end", [b"a", b"b", b"c"], 40, "stop")
+    assert pool.stats()["noted"] == (3 if policy == "hazard" else 0)
+    worker.audit()
+    scheduler.close()
     worker.close()
