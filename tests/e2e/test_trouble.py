@@ -180,7 +180,7 @@ def audited_pool(worker: Any) -> dict[str, int]:
     handle = get_kv_transfer_group().worker_side._handle
     handle = getattr(handle, "_inner", handle)
     handle.audit()
-    stats: dict[str, int] = handle._open_pool().stats()
+    stats: dict[str, int] = handle._keeper.current()[0].stats()
     return stats
 
 
