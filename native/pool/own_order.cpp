@@ -45,10 +45,12 @@ struct OwnOrder::Choice {
   std::vector<std::pair<u32, u32>> path{};  // a record and its next child to look at, from the top down
 
   bool is_done() const { return found_bytes >= wanted_bytes || budget == 0; }
+  // Whoever asks for a class wants slots, which a closed slab doesn't hand out.
   bool may_go(u32 slot) const {
     const SlotRecord& r = s.record(slot);
+    const Slab& slab = s.slab(s.slab_of(slot));
     return word_state(r.word.load(std::memory_order_relaxed)) == SlotState::published && r.pins == 0 &&
-           r.call != call && r.ns == ns && (klass == kNil || s.slab(s.slab_of(slot)).klass == klass);
+           r.call != call && r.ns == ns && (klass == kNil || (slab.klass == klass && !slab.closed));
   }
   void take(u32 slot) {
     s.record(slot).call = call;

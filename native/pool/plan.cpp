@@ -17,10 +17,12 @@ EvictionPlan::EvictionPlan(Segment& segment, u32 klass, u32 call, u64 goal, std:
       budget_(kLookBudget),
       victims_(victims) {}
 
+// A closed slab's slots serve nobody: what is in them goes by whoever closed it.
 bool EvictionPlan::may_go(u32 slot) const {
   const SlotRecord& r = s_.record(slot);
+  const Slab& slab = s_.slab(s_.slab_of(slot));
   return word_state(r.word.load(std::memory_order_relaxed)) == SlotState::published && r.pins == 0 &&
-         r.call != call_ && r.plan != number_ && s_.slab(s_.slab_of(slot)).klass == klass_;
+         r.call != call_ && r.plan != number_ && slab.klass == klass_ && !slab.closed;
 }
 
 u32 EvictionPlan::consider(u32 slot) {

@@ -252,6 +252,7 @@ class Resizing {
       is_stuck = slabs.empty() && !evict_some(objects);
       return 0;
     });
+    crash_point();
     if (is_stuck) look_for_candidates();
     give_back(slabs);
   }

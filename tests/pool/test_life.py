@@ -316,6 +316,60 @@ def test_a_death_at_each_point_of_a_resize_leaves_a_sound_pool(
     assert countdown > 20
 
 
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+@pytest.mark.parametrize("has_quota", [False, True])
+def test_nobody_is_refused_for_a_slab_that_is_just_being_emptied(
+    path: Path, zygote: Zygote, policy: str, has_quota: bool
+) -> None:
+    count, slot = 600, 4096
+    pool = Pool.create(
+        path, count * slot, slab_bytes=count // 2 * slot, min_object_bytes=3000, eviction_policy=policy
+    )
+    ns = pool.namespace("a")
+
+    def stored(salt: str) -> set[int]:
+        tickets, outcomes = pool.reserve(ns, [f"{salt}{i}" for i in range(20)], 3000)
+        pool.publish(tickets[outcomes == Outcome.RESERVED])
+        return set(outcomes.tolist())
+
+    def while_stopped_at(point: int) -> tuple[int, set[int]]:
+        """How much has been evicted at that crash point of a shrink, and how stores fare there."""
+        pool.clear(ns)
+        for first in range(0, count, 50):
+            tickets, _ = pool.reserve(ns, [f"{first + i}" for i in range(50)], 3000)
+            pool.publish(tickets)
+        assert pool.stats()["objects"] == count
+        before = pool.stats()["evicted"]
+        with zygote.episode():
+            actor = zygote.spawn("serve", os.fspath(path))
+            actor.call("arm", point, True)
+            actor.send("resize", pool.slab_bytes)
+            while actor.state() != "T" and not actor.has_answer(0):
+                os.sched_yield()
+            evicted = pool.stats()["evicted"] - before
+            outcomes = stored("new")
+            if has_quota and outcomes == {Outcome.RESERVED}:
+                pool.set_quota(ns, pool.stats()["used_bytes"])
+                outcomes |= stored("newer")
+                pool.set_quota(ns, None)
+        pool.reap()
+        pool.audit()
+        pool.resize(pool.max_bytes)
+        return evicted, outcomes
+
+    # The end of the first hold of the lock, by bisection: then half of the closed slab's objects are left.
+    first, last = 1, 1
+    while while_stopped_at(last)[0] < 256:
+        first, last = last, 2 * last
+    while first < last:
+        middle = (first + last) // 2
+        first, last = (middle + 1, last) if while_stopped_at(middle)[0] < 256 else (first, middle)
+    while (found := while_stopped_at(first)) == (256, {Outcome.NOT_NOW}):
+        first += 1
+    pool.close()
+    assert found == (256, {Outcome.RESERVED})
+
+
 # Owners
 
 
