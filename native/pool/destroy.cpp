@@ -20,6 +20,7 @@ void Segment::destroy(const std::string& path, std::optional<FileId> expected) {
   Descriptor own(attached ? -1 : open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK | O_NOFOLLOW));
   const int fd = attached ? attached->fd() : own.fd;
   if (fd < 0) refuse(reason() + " (it belongs to user " + std::to_string(info.st_uid) + ")");
+  if (!attached && !registry.is_still(own, id_of(info))) refuse("it was replaced while it was being opened");
   if (expected && id_of(info) != *expected) refuse("another file has taken its place");
   u64 magic = 0;
   if (pread(fd, &magic, sizeof magic, 0) != ssize_t(sizeof magic) || magic != kMagic)

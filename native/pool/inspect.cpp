@@ -116,6 +116,10 @@ PoolReport inspect(const std::string& path, bool in_full) {
     report.problem = path + " can't be read: " + reason();
     return report;
   }
+  if (!attached && !registry.is_still(own, id_of(info))) {
+    report.problem = path + " was replaced while it was being opened; try again";
+    return report;
+  }
   alignas(Header) std::byte bytes[sizeof(Header)] = {};
   const bool is_whole = read_all(fd, bytes, sizeof bytes, 0);
   const Header& header = *reinterpret_cast<Header*>(bytes);

@@ -15,6 +15,17 @@
 
 namespace umbp {
 
+struct Descriptor {
+  int fd;
+  explicit Descriptor(int value) : fd(value) {}
+  ~Descriptor() {
+    if (fd >= 0) close(fd);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  int give() { return std::exchange(fd, -1); }
+};
+
 // Every attachment of this process. Held throughout attach and detach: a descriptor closed beside a living
 // attachment of the same file would drop its byte lock.
 struct Registry {
@@ -40,6 +51,9 @@ struct Registry {
     }
   }
   static void detach(Segment* segment, FileId id);
+  // Whether the file that was opened is the one that was looked at before. If it is another, and one that
+  // this process has attached, it stays open: closing it would drop the attachment's byte lock.
+  bool is_still(Descriptor& opened, FileId expected) const;
 };
 
 inline FileId id_of(const struct stat& info) {
@@ -56,15 +70,10 @@ inline struct stat stat_of(int fd) {
   return info;
 }
 
-struct Descriptor {
-  int fd;
-  explicit Descriptor(int value) : fd(value) {}
-  ~Descriptor() {
-    if (fd >= 0) close(fd);
-  }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  int give() { return std::exchange(fd, -1); }
-};
+inline bool Registry::is_still(Descriptor& opened, FileId expected) const {
+  const FileId found = id_of(stat_of(opened.fd));
+  if (found != expected && segments.count(found)) opened.give();
+  return found == expected;
+}
 
 }  // namespace umbp

@@ -384,9 +384,7 @@ std::shared_ptr<Segment> Segment::attach(const std::string& path) {
                                  ", who hasn't made it for a group of yours"
                            : reason());
   struct stat opened = stat_of(file.fd);
-  if (registry.segments.count(id_of(opened)) && id_of(opened) != id_of(info))
-    file.give();  // closing would drop locks
-  if (id_of(opened) != id_of(info)) refuse("it was replaced while it was being opened; try again");
+  if (!registry.is_still(file, id_of(info))) refuse("it was replaced while it was being opened; try again");
   alignas(Header) std::byte bytes[sizeof(Header)];
   ssize_t got = pread(file.fd, bytes, sizeof bytes, 0);
   if (got != ssize_t(sizeof bytes)) refuse("it isn't a UMBP pool (shorter than a header)");

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,6 +79,36 @@ def test_looking_from_a_process_that_is_attached_does_not_cost_its_place(pool: P
     actor = zygote.spawn("serve", pool.path)
     assert actor.call("reap") == 0
     assert pool.release(pins).tolist() == [Outcome.RELEASED]
+
+
+def test_a_file_that_changes_while_it_is_looked_at_does_not_cost_the_place_either(
+    pool: Pool, zygote: Zygote, tmp_path: Path
+) -> None:
+    assert pool.path is not None
+    other = tmp_path / "other"
+    Pool.create(other, SLAB, slab_bytes=SLAB, min_object_bytes=OBJECT_BYTES).close()
+    name, is_over = tmp_path / "name", threading.Event()
+    name.symlink_to(other)
+
+    def keep_swapping() -> None:
+        for target in itertools.cycle((pool.path, other)):
+            if is_over.is_set():
+                return
+            os.symlink(str(target), tmp_path / "next")
+            os.replace(tmp_path / "next", name)
+
+    swapping = threading.Thread(target=keep_swapping)
+    swapping.start()
+    try:
+        for _ in range(3000):
+            _native.inspect(os.fspath(name), False)
+            with contextlib.suppress(SegmentError):
+                Pool.attach(name).close()
+    finally:
+        is_over.set()
+        swapping.join()
+    assert zygote.spawn("serve", pool.path).call("reap") == 0
+    assert not pool.native.is_expelled
 
 
 def test_looking_works_while_a_stopped_process_holds_the_lock(pool: Pool, zygote: Zygote) -> None:
