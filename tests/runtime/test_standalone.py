@@ -19,7 +19,14 @@ from umbp.options import parse_options
 from umbp.pool import Pool
 from umbp.pool.sharing import pool_path
 from umbp.runtime import named_pool
-from umbp.runtime.base import SupportsAttach, SupportsHold, SupportsRawHold, SupportsUsage
+from umbp.runtime.base import (
+    SupportsAttach,
+    SupportsEvictedKeys,
+    SupportsHold,
+    SupportsNote,
+    SupportsRawHold,
+    SupportsUsage,
+)
 from umbp.runtime.standalone import StandaloneRuntime
 from umbp.testing.clock import TickClock
 from umbp.testing.rig import RankRig, Rig, Shape, hashes
@@ -333,6 +340,29 @@ def test_a_pool_that_comes_back_too_small_for_a_block_is_not_used(folder: Path, 
     (rank,) = rig.ranks
     job = rank.worker.wait(rank.worker.store(rank.store_plans("batch", hashes(2), range(2))))
     assert job.failed_keys == job.keys
+    rig.close()
+
+
+def test_only_what_has_gone_is_told_as_gone_when_the_scheduler_attaches_anew(
+    folder: Path, clock: TickClock
+) -> None:
+    rig = rig_on(folder)
+    teller = cast(SupportsEvictedKeys, rig.scheduler)
+    assert list(teller.take_evicted_keys()) == []
+    keys = put(rig, 6)
+    cast(SupportsNote, rig.scheduler).note("r", "admit", hashes(6))
+    path = Path(pool_path(folder, "p"))
+    with Pool.attach(path) as pool:
+        pool.remove(keys[:2])
+        rig.bind(rig.scheduler)
+        assert sorted(teller.take_evicted_keys()) == sorted(keys[:2])
+        pool.remove(keys[2:3])
+        assert list(teller.take_evicted_keys()) == keys[2:3]
+        pool.destroy()
+    Pool.create(path, 4 << 20, slab_bytes=64 << 10, min_object_bytes=1024).close()
+    clock.advance(named_pool.LOOK_AGAIN_S)
+    assert sorted(teller.take_evicted_keys()) == sorted(keys[3:])
+    assert list(teller.take_evicted_keys()) == []
     rig.close()
 
 

@@ -44,10 +44,7 @@ class RemovedKeys:
         """These blocks are stored now, or will be."""
         self._follow(pools)
         for rank, known in self._known.items():
-            digests = known.pool.digests_raw(self._codec.key_prefix(GROUP, rank), hashes)
-            known.hashes.update(zip(map(tuple, digests.tolist()), hashes, strict=True))
-            while len(known.hashes) > known.limit:
-                del known.hashes[next(iter(known.hashes))]
+            self._remember(known, self._codec.key_prefix(GROUP, rank), hashes)
 
     def take(self, pools: Mapping[Rank, Pool]) -> list[str]:
         """Keys that have gone since the last call, oldest first."""
@@ -67,6 +64,13 @@ class RemovedKeys:
                     gone.append(prefix + block_hash.hex())
         return gone
 
+    @staticmethod
+    def _remember(known: _Known, prefix: str, hashes: Sequence[bytes]) -> None:
+        digests = known.pool.digests_raw(prefix, hashes)
+        known.hashes.update(zip(map(tuple, digests.tolist()), hashes, strict=True))
+        while len(known.hashes) > known.limit:
+            del known.hashes[next(iter(known.hashes))]
+
     def _absent(self, known: _Known, prefix: str) -> list[str]:
         """The ring has run over: every known key is looked up."""
         items = list(known.hashes.items())
@@ -77,13 +81,20 @@ class RemovedKeys:
         return [prefix + block_hash.hex() for _, block_hash in absent]
 
     def _follow(self, pools: Mapping[Rank, Pool]) -> None:
-        """A pool that was replaced has taken all its objects with it."""
-        for rank, known in list(self._known.items()):
-            if pools.get(rank) is not known.pool:
-                prefix = self._codec.key_prefix(GROUP, rank)
-                self._lost += [prefix + block_hash.hex() for block_hash in known.hashes.values()]
-                del self._known[rank]
+        """A pool that was replaced has taken its objects with it, one that was attached anew has not."""
+        before = {rank: known for rank, known in self._known.items() if pools.get(rank) is not known.pool}
+        for rank in before:
+            del self._known[rank]
         for rank, pool in pools.items():
             if rank not in self._known:
                 slots = pool.stats()["slots"]
                 self._known[rank] = _Known(pool, pool.removed_head(), KEYS_PER_SLOT * slots)
+        for rank, known in before.items():
+            hashes = list(known.hashes.values())
+            prefix = self._codec.key_prefix(GROUP, rank)
+            now = self._known.get(rank)
+            hits = [False] * len(hashes) if now is None else now.pool.lookup_raw(prefix, hashes).tolist()
+            kept = [block_hash for block_hash, is_there in zip(hashes, hits, strict=True) if is_there]
+            self._lost += [prefix + h.hex() for h, is_there in zip(hashes, hits, strict=True) if not is_there]
+            if now is not None:
+                self._remember(now, prefix, kept)
