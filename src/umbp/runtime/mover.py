@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from umbp.data import TransferJobState
-from umbp.errors import ConfigError
+from umbp.errors import ConfigError, SegmentError
 from umbp.pool import CopyStatus, Outcome, Pool, slot_bytes
 from umbp.runtime.moves import Move
 from umbp.transfer import Engine
@@ -37,6 +38,7 @@ class ObjectMover:
         self._namespace_id = namespace_id
         self._engine = engine
         self._has_checksums = has_checksums
+        self._is_closed = False
         self._unpublished: dict[str, int] = {}
         """Tickets by key: the storing thread adds, the publishing one takes, one operation at a time."""
 
@@ -110,6 +112,10 @@ class ObjectMover:
         cleared meanwhile or the lock is held for long. A lock that is busy is asked for a few times.
         """
         waiting = self._take(keys)
+        if self._is_closed:
+            # The pool is being left, and `close` may have given back what isn't in `waiting`.
+            self._pool.abandon([ticket for _, ticket in waiting])
+            return list(keys)
         lost: list[str] = []
         for _ in range(PUBLISH_TRIES):
             if not waiting:
@@ -126,8 +132,11 @@ class ObjectMover:
         self._pool.abandon([ticket for _, ticket in self._take(keys)])
 
     def close(self) -> None:
-        """Give back what is not published. No job may run."""
-        self.abandon(list(self._unpublished))
+        """Give back what is not published; what is published from now on is lost. No job may run."""
+        self._is_closed = True
+        # In a pool that has taken this process for dead, or is damaged, there is nothing to give back.
+        with contextlib.suppress(SegmentError):
+            self.abandon(list(self._unpublished))
 
     def _settle_copies(
         self, moved: Moved, move: Move, rows: npt.NDArray[np.intp], statuses: npt.NDArray[np.uint8]
