@@ -1,8 +1,9 @@
 """`umbp bench engine`: what the connector costs a real engine that finds nothing in the pool.
 
 Engines with the connector, one for each write policy, stand beside one without. Every round gives each of
-them the same prompts, new in every round, one engine after the other and in turned order; so whatever else
-the machine does meets all alike. Ratios are taken within a round, and the median of these counts.
+them the same prompts, new in every round, one engine after the other; so whatever else the machine does meets
+all alike. The order is always the same: turned, the first and the last would run twice in a row, and who does
+that finds its weights in the caches. Ratios are taken within a round, and the median of these counts.
 
 All engines are pinned to the same cores, and a core is left for what isn't the model, if there is one: vLLM
 left alone reserves a core where a connector is configured, and would then be compared with itself on one core
@@ -164,7 +165,7 @@ def measure(model: Path, work: Work, *, cases: Sequence[str], rounds: int) -> Re
             running.append(Case(name, engine))
         # The first round fills the engines' caches, so that every later one evicts.
         for number in range(rounds + 1):
-            for case in running if number % 2 else reversed(running):
+            for case in running:
                 case.run(work, number)
             if number == 0:
                 for case in running:
