@@ -147,6 +147,12 @@ u64 Reservation::take_slabs(const Need& need, u64 wanted, u64 older_than) {
   if (is_unfinished_ || rounds_ >= kSlabRounds) return 0;
   const u32 count = u32(s_.geometry().slab_count), looked = std::min(count, u32(kSlabsLooked));
   const u32 own_slabs = s_.klass(need.klass).slabs;
+  // Where another class of the same call has chosen victims, their slots are promised to it; who would starve
+  // takes them all the same.
+  std::vector<u32> promised;
+  if (older_than != ~0ull)
+    for (u32 victim : victims_) promised.push_back(s_.slab_of(victim));
+  std::sort(promised.begin(), promised.end());
   std::vector<std::pair<u64, u32>> cold;
   u32 at = s_.header().slab_hand % count;
   for (u32 i = 0; i < looked; i++, at = at + 1 == count ? 0 : at + 1) {
@@ -154,6 +160,7 @@ u64 Reservation::take_slabs(const Need& need, u64 wanted, u64 older_than) {
     if (s_.slab_slot_bytes(at) == 0 || slab.klass == need.klass || slab.closed || slab.pinned) continue;
     if (slab.touched >= older_than || slab.call == call_) continue;
     if (s_.klass(slab.klass).slabs <= own_slabs) continue;  // it is no richer than we are
+    if (std::binary_search(promised.begin(), promised.end(), at)) continue;
     if (std::find(slabs_.begin(), slabs_.end(), at) == slabs_.end()) cold.emplace_back(slab.touched, at);
   }
   s_.header().slab_hand = at;

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from umbp.pool import Outcome, Pool
@@ -120,6 +121,27 @@ def test_the_oldest_leaf_below_the_oldest_object_goes_first(make_pool: MakePool,
         stored = {k for k, hit in zip(universe, pool.lookup(universe).tolist(), strict=True) if hit}
         assert stored == set(model.parent), step
     pool.audit()
+
+
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+def test_sizes_of_one_call_do_not_take_each_others_room(policy: str) -> None:
+    slab = 16 * 4096
+    with Pool.create_memfd(8 * slab, slab_bytes=slab, min_object_bytes=3000, eviction_policy=policy) as pool:
+        ns = pool.namespace("a")
+
+        def store(name: str, sizes: list[int]) -> list[int]:
+            keys = [f"{name}-{i}" for i in range(len(sizes))]
+            tickets, outcomes = pool.reserve(ns, keys, np.array(sizes, dtype=np.uint64))
+            pool.publish(tickets[outcomes == Outcome.RESERVED])
+            return outcomes.tolist()
+
+        for i in range(6 * 16):
+            store(f"small{i}", [3000])
+        for i in range(2 * 4):
+            store(f"large{i}", [16000])
+        for i in range(50):
+            assert store(f"both{i}", [3000] * 4 + [16000] * 4) == [Outcome.RESERVED] * 8
+        pool.audit()
 
 
 def test_stored_chains_stay_whole_under_pressure(make_pool: MakePool) -> None:
