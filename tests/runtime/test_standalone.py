@@ -331,6 +331,22 @@ def test_a_pool_that_goes_is_missed_and_one_that_comes_is_used(
     rig.close()
 
 
+def test_the_memory_of_a_destroyed_pool_goes_with_a_look_at_its_use(folder: Path) -> None:
+    """Scenario: an engine that moves nothing kept a destroyed pool mapped, and so its memory taken."""
+    rig = rig_on(folder)
+    put(rig, 2)
+    path = pool_path(folder, "p")
+    with Pool.attach(path) as pool:
+        pool.destroy()
+    assert str(folder) in Path("/proc/self/maps").read_text()
+    (rank,) = rig.ranks
+    assert cast(SupportsUsage, rank.worker).usage() == {}
+    assert found(rig, rig.keys(hashes(2))) == 0
+    cast(Any, rank.worker)._storer.submit(lambda: None).result()  # after whoever leaves the pool there
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    rig.close()
+
+
 def test_a_pool_that_comes_back_too_small_for_a_block_is_not_used(folder: Path, clock: TickClock) -> None:
     rig = rig_on(folder)
     path = Path(pool_path(folder, "p"))

@@ -165,7 +165,8 @@ class PoolWorkerHandle:
             job.fail(lost, reason)
 
     def usage(self) -> Mapping[str, float]:
-        if self._groups is None or self._is_closed or not self._counts_usage:
+        # Looked at in any case: a pool that was replaced is left, and its memory goes, without a transfer.
+        if self._current_mover() is None or not self._counts_usage:
             return {}
         found = self._keeper.current()
         if found is None:
