@@ -110,12 +110,24 @@ def test_a_refusal_is_one_sentence_with_both_figures_and_what_to_do() -> None:
     with pytest.raises(CapacityError) as caught:
         refuse_over_limit(2 << 30, limits)
     text = str(caught.value)
-    assert "2.00 GiB" in text
-    assert "cgroup /x leaves" in text
-    assert "1.00 GiB" in text
+    assert "a pool of 2 GiB doesn't fit" in text
+    assert "cgroup /x leaves 1 GiB" in text
     assert "choose a smaller" in text
     assert "\n" not in text
     assert isinstance(caught.value, ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("wanted_bytes", "said"),
+    [
+        (3 << 20, "a pool of 3 MiB doesn't fit: the test leaves 1 MiB;"),
+        ((1 << 20) + 1, "a pool of 1048577 bytes doesn't fit: the test leaves 1048576 bytes;"),
+    ],
+)
+def test_the_two_sizes_of_a_refusal_are_told_apart(wanted_bytes: int, said: str) -> None:
+    with pytest.raises(CapacityError) as caught:
+        refuse_over_limit(wanted_bytes, [MemoryLimit("the test", 1 << 20)])
+    assert said in str(caught.value)
 
 
 def test_a_pool_that_stops_fitting_while_it_is_made_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

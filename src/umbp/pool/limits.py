@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from umbp.errors import CapacityError
+from umbp.kinds import format_size
 
 _UNLIMITED = 1 << 60
 
@@ -38,10 +39,11 @@ def refuse_over_limit(wanted_bytes: int, limits: list[MemoryLimit], what: str = 
     wanted."""
     tightest = min(limits, key=lambda limit: limit.free_bytes, default=None)
     if tightest is not None and wanted_bytes > tightest.free_bytes:
+        wanted, free = format_size(wanted_bytes), format_size(tightest.free_bytes)
+        if wanted == free:  # a little too much: to the byte, lest the sentence contradict itself
+            wanted, free = f"{wanted_bytes} bytes", f"{tightest.free_bytes} bytes"
         raise CapacityError(
-            f"{what} of {wanted_bytes} bytes ({wanted_bytes / 2**30:.2f} GiB) doesn't fit:"
-            f" {tightest.source} leaves {tightest.free_bytes} bytes"
-            f" ({tightest.free_bytes / 2**30:.2f} GiB); choose a smaller capacity"
+            f"{what} of {wanted} doesn't fit: {tightest.source} leaves {free}; choose a smaller capacity"
         )
 
 

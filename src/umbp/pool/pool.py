@@ -273,7 +273,7 @@ class Pool:
         start_bytes = self.capacity_bytes
 
         def before_portion(left_bytes: int) -> None:
-            refuse_over_limit(left_bytes, memory_limits(path=self.path), "what the pool is to grow by")
+            refuse_over_limit(left_bytes, memory_limits(path=self.path), "a growth")
 
         def reached(now_bytes: int) -> None:
             if progress is not None:
