@@ -76,4 +76,4 @@ def test_prompts_that_share_nothing_are_said_to_need_no_pool(tmp_path: Path) -> 
 def test_a_size_that_is_none_is_refused(trace: Path, size: str) -> None:
     result = CliRunner().invoke(replay, [str(trace), "--pool", size])
     assert result.exit_code == 2
-    assert "write a share such as 5%" in result.output or "No such option" in result.output
+    assert "at most 100%" in result.output or "No such option" in result.output

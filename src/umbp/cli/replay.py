@@ -33,7 +33,11 @@ class PoolSize(click.ParamType[str]):
         text = str(value)
         percent = re.fullmatch(r"(\d+(?:\.\d+)?)%", text)
         if not (percent and 0 < float(percent[1]) <= 100) and not re.fullmatch(r"[1-9]\d{0,9}", text):
-            self.fail(f"write a share such as 5%, or a number of blocks, not {value!r}", param, ctx)
+            self.fail(
+                f"write a share such as 5%, above 0% and at most 100%, or a number of blocks, not {value!r}",
+                param,
+                ctx,
+            )
         return text
 
 
