@@ -157,7 +157,7 @@ def test_a_failure_is_a_line_and_an_exit_code(capsys: pytest.CaptureFixture[str]
     assert lines[-1].startswith("FAIL: ")
 
 
-@pytest.mark.parametrize("arguments", [[], ["--json"], ["--device", "nonsense"], ["--device", "cpu"]])
+@pytest.mark.parametrize("arguments", [[], ["--json"], ["--device", "meta"], ["--device", "cpu"]])
 def test_without_a_gpu_nothing_passes_for_checked(arguments: list[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("this host has a GPU")
@@ -165,3 +165,19 @@ def test_without_a_gpu_nothing_passes_for_checked(arguments: list[str]) -> None:
     assert result.exit_code == NO_GPU
     assert "nothing was checked" in result.output
     assert len(result.output.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device", "banana"], "torch knows no device 'banana'; write cuda"),
+        (["--device", "cuda:first"], "torch knows no device 'cuda:first'; write cuda"),
+        (["--mib", "0"], "0 is not in the range x>=1"),
+        (["--mib", "-3"], "-3 is not in the range x>=1"),
+    ],
+)
+def test_a_wrong_option_is_no_missing_gpu(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(check_gpu, arguments)
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+    assert "No GPU" not in result.output

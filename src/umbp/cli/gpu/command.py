@@ -22,13 +22,19 @@ PASSED, FAILED, NO_GPU = 0, 1, 3
 
 @click.command("check-gpu")
 @click.option("--device", default="cuda", help="The device, as torch names it.", show_default=True)
-@click.option("--mib", default=512, help="What each measured copy moves.", show_default=True)
+@click.option(
+    "--mib",
+    type=click.IntRange(min=1),
+    default=512,
+    help="What each measured copy moves.",
+    show_default=True,
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 def check_gpu(device: str, mib: int, as_json: bool) -> None:
     """Checks copies between a GPU and the pool: bytes, order beside a busy compute stream, GB/s.
 
-    Needs torch for the GPU and this package. Exit code 0: all is right; 1: it is not; 3: there is no GPU, so
-    nothing was checked.
+    Needs torch for the GPU and this package. Exit code 0: all is right; 1: it is not; 2: an option is wrong;
+    3: there is no GPU, so nothing was checked.
     """
     lab = _open(device, as_json)
     sys.exit(report(lab, _name_of(lab), mib << 20, as_json))
@@ -110,6 +116,11 @@ def _open(device: str, as_json: bool) -> Lab:
         _no_gpu("torch isn't installed", as_json)
     try:
         chosen = torch.device(device)
+    except RuntimeError:
+        raise click.BadParameter(
+            f"torch knows no device {device!r}; write cuda, or cuda:1 for the second", param_hint="'--device'"
+        ) from None
+    try:
         module = torch.get_device_module(chosen)
         count = module.device_count() if chosen.type != "cpu" and module.is_available() else 0
         index: int = chosen.index if ":" in device else 0
