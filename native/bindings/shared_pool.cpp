@@ -30,7 +30,7 @@ nb::dict report_dict(const PoolReport& r) {
 #define X(name) d[#name] = r.name;
   X(is_pool) X(owner_uid) X(group_gid) X(mode) X(file_bytes) X(memory_bytes) X(created_s)
   X(capacity_bytes) X(max_bytes) X(slab_bytes) X(min_object_bytes) X(used_bytes) X(objects) X(free_slabs)
-  X(resizing_pid)
+  X(resizing_pid) X(high_watermark) X(low_watermark)
 #undef X
       // clang-format on
       d["problem"] = text_of(r.problem);

@@ -24,7 +24,7 @@ void Segment::destroy(const std::string& path, std::optional<FileId> expected) {
   if (expected && id_of(info) != *expected) refuse("another file has taken its place");
   u64 magic = 0;
   if (pread(fd, &magic, sizeof magic, 0) != ssize_t(sizeof magic) || magic != kMagic)
-    refuse("it isn't a UMBP pool");
+    refuse("it isn't a UMBP pool; if nobody needs it, rm " + path);
   // Two who destroy the same pool take turns, lest the second unlink a new pool of that name. A stopped one
   // isn't waited for for long.
   for (int tries = 0; flock(fd, LOCK_EX | LOCK_NB) != 0 && tries < 1000; tries++) usleep(1000);

@@ -86,6 +86,8 @@ void report_header(const Header& h, PoolReport& report) {
   report.slab_bytes = h.geometry.slab_bytes;
   report.min_object_bytes = h.geometry.min_object_bytes;
   report.eviction_policy = EvictionPolicy(h.geometry.eviction_policy);
+  report.high_watermark = h.high_ppm / 1e6;
+  report.low_watermark = h.low_ppm / 1e6;
   report.used_bytes = h.used_bytes;
   report.objects = h.objects;
   report.counters = {

@@ -37,6 +37,7 @@ struct PoolReport {
   u64 used_bytes = 0, objects = 0, free_slabs = 0;
   u32 resizing_pid = 0;
   EvictionPolicy eviction_policy = EvictionPolicy::lru;
+  double high_watermark = 0, low_watermark = 0;
   std::vector<ProcessReport> processes;
   std::vector<ClassReport> classes;
   std::vector<NamespaceReport> namespaces;

@@ -312,10 +312,17 @@ static void share_with_group(int fd, const std::string& path, u32 gid) {
     throw SegmentError("the pool at " + path + " can't get its mode: " + reason());
 }
 
+[[noreturn]] static void refuse_path(const std::string& path) {
+  throw SegmentError(
+      "no pool can be made at " + path + ": " +
+      (errno == EEXIST ? "it exists; destroy it first, resize it, or choose another name" : reason()));
+}
+
 static void refuse_taken(const std::string& path, bool is_ours) {
   struct stat info;
-  if (!is_ours && lstat(path.c_str(), &info) == 0)
-    throw SegmentError("no pool can be made at " + path + ": a file of that name exists");
+  if (is_ours || lstat(path.c_str(), &info) != 0) return;
+  errno = EEXIST;
+  refuse_path(path);
 }
 
 std::shared_ptr<Segment> Segment::create_file(const std::string& path, const CreateParameters& parameters) {
@@ -326,7 +333,7 @@ std::shared_ptr<Segment> Segment::create_file(const std::string& path, const Cre
   Descriptor file(open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
   const bool named = file.fd < 0;
   if (named) file.fd = open(path.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0600);
-  if (file.fd < 0) throw SegmentError("no pool can be made at " + path + ": " + reason());
+  if (file.fd < 0) refuse_path(path);
   Registry& registry = Registry::get();
   std::unique_lock<std::mutex> guard(registry.mutex, std::defer_lock);
   MemoryFacts memory;
@@ -337,7 +344,7 @@ std::shared_ptr<Segment> Segment::create_file(const std::string& path, const Cre
     guard.lock();  // from here on other threads can find the file
     std::string self = "/proc/self/fd/" + std::to_string(file.fd);
     if (!named && linkat(AT_FDCWD, self.c_str(), AT_FDCWD, path.c_str(), AT_SYMLINK_FOLLOW) != 0)
-      throw SegmentError("no pool can be made at " + path + ": " + reason());
+      refuse_path(path);
   } catch (...) {
     if (named) unlink(path.c_str());
     throw;

@@ -57,6 +57,9 @@ class PoolFile:
     slab_bytes: int
     min_object_bytes: int
     eviction_policy: str
+    high_watermark: float
+    """The share in use where eviction starts, and the one where it stops."""
+    low_watermark: float
     used_bytes: int
     objects: int
     free_slabs: int

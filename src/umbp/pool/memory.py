@@ -133,8 +133,9 @@ def allowed_nodes(root: Path = Path("/")) -> frozenset[int] | None:
     return None
 
 
-def check_node(node: int, root: Path = Path("/")) -> None:
-    """ConfigError, one sentence, for a node that isn't there or isn't this process's to use; -1 is fine."""
+def check_node(node: int, root: Path = Path("/"), option: str = "option 'dram_numa_node'") -> None:
+    """ConfigError, one sentence, for a node that isn't there or isn't this process's to use; -1 is fine.
+    `option` is what the user set."""
     if node < 0:
         return
     nodes, allowed = memory_nodes(root), allowed_nodes(root)
@@ -144,8 +145,7 @@ def check_node(node: int, root: Path = Path("/")) -> None:
     names = ", ".join(map(str, usable)) or "none that the kernel tells of"
     what = "this process may not use" if node in nodes else "this host doesn't have"
     raise ConfigError(
-        f"option 'dram_numa_node' names memory node {node}, which {what}; there is: {names};"
-        " -1 takes the worker's own"
+        f"{option} names memory node {node}, which {what}; there is: {names}; -1 takes the process's own"
     )
 
 

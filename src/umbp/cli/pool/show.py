@@ -34,11 +34,10 @@ def list_(folder: str, as_json: bool) -> None:
     if not found:
         click.echo(f"no pool in {folder}; `umbp pool create NAME --size SIZE` makes one")
         return
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(_list_table(found))
+    _print_tables([_list_table(found)])
     for pool in found:
         if pool.problem:
-            console.print(f"{escape(pool.name)}: {escape(pool.problem)}", soft_wrap=True)
+            click.echo(f"{pool.name}: {pool.problem}")
 
 
 @click.command()
@@ -52,14 +51,21 @@ def stat(name: str, folder: str, as_json: bool) -> None:
     pool = inspect_pool(found_path(name, folder))
     if as_json:
         click.echo(json.dumps(as_dict(pool), indent=2))
+    elif pool.problem:
+        click.echo(pool.problem)
     else:
-        console = Console(width=None if sys.stdout.isatty() else 120)
-        if pool.problem:
-            console.print(escape(pool.problem), soft_wrap=True)
-        else:
-            for number, table in enumerate(_stat_tables(pool)):
-                console.print(*([""] if number else []), table, sep="\n")
+        _print_tables(_stat_tables(pool))
     sys.exit(1 if pool.problem else 0)
+
+
+def _print_tables(tables: list[Table]) -> None:
+    """With an empty line between them, and without the blanks that fill a column up."""
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    with console.capture() as capture:
+        for number, table in enumerate(tables):
+            console.print(*([""] if number else []), table, sep="\n")
+    for line in capture.get().splitlines():
+        click.echo(line.rstrip())
 
 
 def as_dict(pool: PoolFile) -> dict[str, Any]:
@@ -147,6 +153,8 @@ def _facts(pool: PoolFile) -> Table:
     waste = f"{format_size(pool.bound_bytes)} free for objects of one size only"
     waste += f", {format_size(pool.tail_bytes)} lost at the ends of slabs"
     made = datetime.fromtimestamp(pool.created_s).astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
+    eviction = f"{pool.eviction_policy}, from {100 * pool.high_watermark:.4g} % in use"
+    eviction += f" down to {100 * pool.low_watermark:.4g} %"
     rows = {
         "pool": pool.path,
         "state": pool.state + (f" by process {pool.resizing_pid}" if pool.resizing_pid else ""),
@@ -156,7 +164,7 @@ def _facts(pool: PoolFile) -> Table:
         "memory": f"{format_size(pool.memory_bytes)} with its tables",
         "slabs": slabs,
         "fragments": waste,
-        "eviction": pool.eviction_policy,
+        "eviction": eviction,
     }
     for name, text in rows.items():
         table.add_row(name, escape(text))
