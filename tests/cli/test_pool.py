@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from zygote import Zygote
 
 from umbp.cli import cli
-from umbp.errors import UMBPError
+from umbp.errors import SegmentError, UMBPError
 from umbp.pool import Outcome, Pool, pool_path
 
 MIB = 1 << 20
@@ -85,13 +85,18 @@ def test_what_is_shown_is_what_is(umbp: Umbp, tmp_path: Path) -> None:
     assert found["counters"]["hits"] == 1
     assert found["mode"] == "0600"
     assert found["eviction_policy"] in ("lru", "hazard")
+    assert (found["high_watermark"], found["low_watermark"]) == (0.9, 0.855)
+    assert "from 90 % in use down to 85.5 %" in shown
+    assert not [line for line in (shown + umbp("list").stdout).splitlines() if line != line.rstrip()]
     lines = umbp("list").stdout.splitlines()
     assert lines[1].split()[:2] == ["one", "ready"]
 
 
 def test_every_command_answers_programs_too(umbp: Umbp, tmp_path: Path) -> None:
     path = pool_path(tmp_path, "one")
-    assert json.loads(umbp("create", "one", "--size", "1MiB", "--json").stdout)["path"] == path
+    made = json.loads(umbp("create", "one", "--size", "1MiB", "--json").stdout)
+    assert made["path"] == path
+    assert made["processes"] == []
     with Pool.attach(path) as pool:
         store(pool, pool.namespace("a"), ["x", "y"])
     resized = json.loads(umbp("resize", "one", "512KiB", "--json").stdout)
@@ -115,23 +120,50 @@ def test_a_pool_is_made_as_asked(umbp: Umbp, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["create", "one", "--size", "1MiB"], "a file of that name exists"),
+        (
+            ["create", "one", "--size", "1MiB"],
+            "it exists; destroy it first, resize it, or choose another name",
+        ),
         (["create", "a b", "--size", "1MiB"], "a pool's name must be"),
         (["create", "two", "--size", "1MiB", "--max-size", "512KiB"], "--max-size 512 KiB is less"),
         (["create", "two", "--size", "900TiB"], "doesn't fit"),
         (["create", "two", "--size", "10KiB"], "at least 160 KiB"),
+        (["create", "two", "--size", "1MiB", "--max-size", "2PiB"], "grow to, 1 PiB at most"),
+        (
+            ["create", "two", "--size", "1MiB", "--max-size", "900TiB", "--min-object", "4KiB"],
+            "choose a larger --min-object",
+        ),
         (["create", "two", "--size", "1MiB", "--group", "no-such-group"], "no group 'no-such-group'"),
-        (["create", "two", "--size", "1MiB", "--slab-size", "5000"], "multiple of 4096"),
-        (["create", "two", "--size", "1MiB", "--slab-size", "2MiB"], "between one slab (2097152 bytes)"),
-        (["create", "two", "--size", "1MiB", "--high-watermark", "1.5"], "watermarks must be"),
-        (["create", "two", "--size", "1MiB", "--numa-node", "77"], "memory node 77"),
+        (
+            ["create", "two", "--size", "1MiB", "--slab-size", "5000"],
+            "--slab-size must be a multiple of 4 KiB",
+        ),
+        (["create", "two", "--size", "1MiB", "--slab-size", "0"], "--slab-size must be a multiple of 4 KiB"),
+        (
+            ["create", "two", "--size", "1MiB", "--slab-size", "2MiB"],
+            "--slab-size 2 MiB is more than --size 1 MiB",
+        ),
+        (["create", "two", "--size", "1MiB", "--min-object", "0"], "--min-object must be at least 1 byte"),
+        (
+            ["create", "two", "--size", "1MiB", "--min-object", "1GiB"],
+            "--min-object 1 GiB, with its 64 bytes",
+        ),
+        (["create", "two", "--size", "1MiB", "--high-watermark", "1.5"], "--high-watermark must be a share"),
+        (["create", "two", "--size", "1MiB", "--high-watermark", "nan"], "--high-watermark must be a share"),
+        (["create", "two", "--size", "1MiB", "--low-watermark", "0"], "--low-watermark must be above 0"),
+        (
+            ["create", "two", "--size", "1MiB", "--high-watermark", "0.5", "--low-watermark", "0.6"],
+            "up to --high-watermark (0.5), not 0.6",
+        ),
+        (["create", "two", "--size", "1MiB", "--numa-node", "77"], "--numa-node names memory node 77"),
         (["stat", "tow"], "there is no pool 'tow' in"),
         (["stat", "onee"], "did you mean 'one'?"),
         (["stat", "/nowhere/pool"], "there is no file /nowhere/pool"),
-        (["resize", "one", "100MiB"], "size must be"),
-        (["resize", "one", "1KiB"], "size must be"),
+        (["resize", "one", "100MiB"], "what the pool was made to grow to (1 MiB), not 100 MiB"),
+        (["resize", "one", "1KiB"], "size must be from one slab (128 KiB)"),
         (["resize", "onee", "1MiB"], "did you mean 'one'?"),
         (["clear", "one", "--namespace", "frist"], "has no namespace 'frist'; did you mean 'first'?"),
+        (["clear", "one", "--namespace", "nosuch"], "has no namespace 'nosuch'; there is: 0 (first)"),
         (["clear", "two"], "there is: one"),
         (["destroy", "two", "--yes"], "there is: one"),
         (["destroy", "one"], "give --yes"),
@@ -147,6 +179,45 @@ def test_what_cannot_be_done_is_one_sentence_and_changes_nothing(
         assert pool.lookup(["x"]).all()
         assert pool.capacity_bytes == MIB
     assert os.listdir(tmp_path) == ["umbp-one"]
+
+
+@pytest.mark.parametrize("command", [["stat"], ["clear"], ["resize", "8MiB"], ["destroy", "--yes"]])
+def test_where_there_is_no_pool_the_way_to_make_one_is_told(
+    umbp: Umbp, tmp_path: Path, command: list[str]
+) -> None:
+    said = error_of(umbp(command[0], "one", *command[1:]))
+    assert said == (
+        f"there is no pool 'one' in {tmp_path}; `umbp pool create one --dir {tmp_path} --size SIZE` makes it"
+    )
+
+
+def test_of_many_namespaces_a_few_are_named(umbp: Umbp, tmp_path: Path) -> None:
+    umbp("create", "one", "--size", "1MiB")
+    assert error_of(umbp("clear", "one", "--namespace", "x")).endswith("; it has none yet")
+    with Pool.attach(pool_path(tmp_path, "one")) as pool:
+        for number in range(10):
+            pool.namespace(f"model {number}")
+    said = error_of(umbp("clear", "one", "--namespace", "x"))
+    assert said.endswith("6 (model 6), 7 (model 7) and 2 more in `umbp pool stat`")
+
+
+def test_a_file_that_is_no_pool_is_listed_and_the_way_to_delete_it_told(umbp: Umbp, tmp_path: Path) -> None:
+    path = tmp_path / "umbp-empty"
+    path.touch()
+    assert "unusable" in umbp("list").stdout
+    assert f"if nobody needs it, rm {path}" in error_of(umbp("destroy", "empty", "--yes"))
+    assert path.exists()
+
+
+def test_of_two_who_make_a_pool_at_once_the_second_hears_what_to_do(tmp_path: Path) -> None:
+    """The first takes the name while the second takes its memory."""
+    path = tmp_path / "umbp-one"
+
+    def another_is_faster(done_bytes: int, all_bytes: int) -> None:
+        path.touch()
+
+    with pytest.raises(SegmentError, match="it exists; destroy it first, resize it, or choose another name"):
+        Pool.create(path, MIB, slab_bytes=MIB // 4, min_object_bytes=4096, progress=another_is_faster)
 
 
 @pytest.mark.parametrize("size", ["1gb", "12 parsecs", "-5", "", "1.5"])

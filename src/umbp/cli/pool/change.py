@@ -10,10 +10,12 @@ import click
 from umbp.cli.pool.places import AS_JSON, SIZE, found_path, in_folder, progress_of
 from umbp.errors import ConfigError, SegmentError
 from umbp.kinds import format_size, nearest
-from umbp.pool import Pool, destroy_pool, inspect_pool
+from umbp.pool import NamespaceUse, Pool, destroy_pool, inspect_pool
 
 PATIENCE_S = 2.0
 """How long a command waits for the pool's lock: an operator has more time than an engine."""
+MOST_NAMED = 8
+"""Of the namespaces that are there, in an error about one that isn't."""
 
 
 @click.command()
@@ -29,6 +31,11 @@ def resize(name: str, size: int, folder: str, as_json: bool) -> None:
     """
     with Pool.attach(found_path(name, folder), lock_patience_s=PATIENCE_S) as pool:
         before = pool.capacity_bytes
+        if not 1 <= size // pool.slab_bytes <= pool.max_bytes // pool.slab_bytes:
+            raise ConfigError(
+                f"the size must be from one slab ({format_size(pool.slab_bytes)}) to what the pool was made"
+                f" to grow to ({format_size(pool.max_bytes)}), not {format_size(size)}"
+            )
         with progress_of("resizing") as progress:
             after = pool.resize(size, progress=progress)
         text = f"{pool.path}: {format_size(before)} -> {format_size(after)}"
@@ -68,8 +75,17 @@ def _namespace(pool: Pool, text: str) -> int:
         raise ConfigError(
             f"several namespaces of {pool.path} begin like that; name one by its number in stat"
         )
-    hint = nearest(text, [each.name for each in found])
+    hint = nearest(text, [each.name for each in found]) or _those_there(found)
     raise ConfigError(f"{pool.path} has no namespace {text!r}{hint}")
+
+
+def _those_there(found: list[NamespaceUse]) -> str:
+    """As `--namespace` takes them; the first few of many."""
+    if not found:
+        return "; it has none yet"
+    names = ", ".join(f"{each.id} ({each.name})" for each in found[:MOST_NAMED])
+    more = f" and {len(found) - MOST_NAMED} more in `umbp pool stat`" if len(found) > MOST_NAMED else ""
+    return f"; there is: {names}{more}"
 
 
 def _is_cut(shown: str, text: str) -> bool:
@@ -92,7 +108,8 @@ def destroy(name: str, yes: bool, folder: str, as_json: bool) -> None:
     """Deletes the pool NAME and all that is stored in it.
 
     Running engines notice: they go on without it, and take up a new pool of the same name. Its memory is free
-    when the last of them has let go of it, within seconds.
+    when the last of them has let go of it: a busy one within a second, an idle one with its next
+    request.
     """
     path = found_path(name, folder)
     found = inspect_pool(path)

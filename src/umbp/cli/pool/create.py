@@ -6,15 +6,18 @@ import json
 
 import click
 
+from umbp._native import slot_bytes
 from umbp.cli.pool.places import AS_JSON, DEFAULT_DIR, SIZE, in_folder, path_of, progress_of
 from umbp.cli.pool.show import as_dict
 from umbp.errors import ConfigError
-from umbp.kinds import format_size
+from umbp.kinds import PAGE_BYTES, format_size
 from umbp.options import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
 from umbp.pool import MemoryPolicy, Pool, inspect_pool, shared_geometry
 from umbp.pool.geometry import MIN_OBJECT_BYTES
 from umbp.pool.memory import check_node
 
+MOST_BYTES, MOST_SLOTS = 1 << 50, (1 << 32) - 1
+"""Of any pool."""
 _HUGE_PAGES = {"auto": None, "on": True, "off": False}
 
 
@@ -53,7 +56,9 @@ _HUGE_PAGES = {"auto": None, "on": True, "off": False}
     default="auto",
     help="Back it with huge pages; without them where the kernel has none. [auto]",
 )
-@click.option("--numa-node", type=int, default=-1, help="Memory node. [-1: that of this process]")
+@click.option(
+    "--numa-node", type=click.IntRange(min=-1), default=-1, help="Memory node. [-1: that of this process]"
+)
 @click.option("--prefault", is_flag=True, help="Touch all of its memory now rather than at its first use.")
 @AS_JSON
 def create(
@@ -80,7 +85,9 @@ def create(
     path = path_of(name, folder)
     if max_size is not None and max_size < size:
         raise ConfigError(f"--max-size {format_size(max_size)} is less than --size {format_size(size)}")
-    check_node(numa_node)
+    check_node(numa_node, option="--numa-node")
+    low = 0.95 * high_watermark if low_watermark is None else low_watermark
+    _check_watermarks(high_watermark, low)
     slab_bytes, min_object_bytes = _geometry(size, max_size, slab_size, min_object)
     with progress_of("taking memory") as progress:
         pool = Pool.create(
@@ -92,29 +99,69 @@ def create(
             min_object_bytes=min_object_bytes,
             eviction_policy=eviction_policy,
             high_watermark=high_watermark,
-            low_watermark=0.95 * high_watermark if low_watermark is None else low_watermark,
+            low_watermark=low,
             memory=MemoryPolicy(hugepages=_HUGE_PAGES[hugepages], numa_node=numa_node),
             progress=progress,
         )
     with pool:
-        if as_json:
-            click.echo(json.dumps(as_dict(inspect_pool(path)), indent=2))
-        else:
+        if not as_json:
             _tell(pool, name, folder)
         _warn(pool, size)
         if prefault:
             with progress_of("touching memory") as progress:
                 if reason := pool.prefault(progress):
                     click.echo(f"umbp: --prefault: this kernel can't ({reason}); done at first use", err=True)
+    if as_json:  # once this process, which only made the pool, has left it
+        click.echo(json.dumps(as_dict(inspect_pool(path)), indent=2))
 
 
 def _geometry(
     size: int, max_size: int | None, slab_size: int | None, min_object: int | None
 ) -> tuple[int, int]:
-    if slab_size is not None and min_object is not None:
-        return slab_size, min_object
-    slab_bytes, min_object_bytes = shared_geometry(size, max_size)
-    return slab_size or slab_bytes, min_object or min_object_bytes
+    """Bytes of a slab and of the smallest object; ConfigError, one sentence, names the option to change."""
+    slab_bytes, min_object_bytes = slab_size, min_object
+    if slab_bytes is None or min_object_bytes is None:
+        by_default = shared_geometry(size, max_size)
+        slab_bytes = by_default[0] if slab_bytes is None else slab_bytes
+        # Smaller where the slab asked for has no room for the default.
+        least = min(by_default[1], max(1, slab_bytes - PAGE_BYTES))
+        min_object_bytes = least if min_object_bytes is None else min_object_bytes
+    if slab_bytes == 0 or slab_bytes % PAGE_BYTES:
+        raise ConfigError(
+            f"--slab-size must be a multiple of {format_size(PAGE_BYTES)} such as 64MiB,"
+            f" not {slab_bytes} bytes"
+        )
+    if slab_bytes > size:
+        raise ConfigError(
+            f"--slab-size {format_size(slab_bytes)} is more than --size {format_size(size)};"
+            " choose smaller slabs or a larger pool"
+        )
+    if min_object_bytes == 0:
+        raise ConfigError("--min-object must be at least 1 byte, not 0; leave it out for the default")
+    if slot_bytes(min_object_bytes) > slab_bytes:
+        raise ConfigError(
+            f"--min-object {format_size(min_object_bytes)}, with its 64 bytes of trailer, doesn't fit a slab"
+            f" of {format_size(slab_bytes)}; choose a smaller one, or a larger --slab-size"
+        )
+    most_bytes = max(size, max_size or 0)
+    if most_bytes > MOST_BYTES:
+        raise ConfigError(f"a pool may have, and grow to, {format_size(MOST_BYTES)} at most")
+    is_chosen = max_size is not None or min_object is not None
+    if is_chosen and most_bytes // slab_bytes * (slab_bytes // slot_bytes(min_object_bytes)) >= MOST_SLOTS:
+        raise ConfigError(
+            f"{format_size(most_bytes)} would hold more than 2**32 objects of {format_size(min_object_bytes)}"
+            "; choose a larger --min-object"
+        )
+    return slab_bytes, min_object_bytes
+
+
+def _check_watermarks(high: float, low: float) -> None:
+    if not 0 < high <= 1:
+        raise ConfigError(f"--high-watermark must be a share above 0 and up to 1, not {high:g}")
+    if not 0 < low <= high:
+        raise ConfigError(
+            f"--low-watermark must be above 0 and up to --high-watermark ({high:g}), not {low:g}"
+        )
 
 
 def _tell(pool: Pool, name: str, folder: str) -> None:

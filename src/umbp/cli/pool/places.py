@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -78,7 +79,9 @@ def found_path(name: str, folder: str) -> str:
     if os.sep in name:
         raise ConfigError(f"there is no file {path}")
     there = [pool.name for pool in list_pools(folder)]
-    hint = nearest(name, there) or (f"; there is: {', '.join(there)}" if there else "; there is none")
+    place = "" if folder == DEFAULT_DIR else f" --dir {shlex.quote(folder)}"
+    make = f"; `umbp pool create {name}{place} --size SIZE` makes it"
+    hint = nearest(name, there) or (f"; there is: {', '.join(there)}" if there else make)
     raise ConfigError(f"there is no pool {name!r} in {folder}{hint}")
 
 
