@@ -240,8 +240,13 @@ def test_latent_kv_that_all_ranks_hold_alike_is_stored_once(
 def test_a_pool_destroyed_under_running_engines_is_missed_and_used_again_when_it_is_back(
     first: EngineProcess, second: EngineProcess, folder: Path, by: str
 ) -> None:
+    umbp("pool", "resize", "node", "8MiB", "--dir", str(folder))
+    for number in range(8):
+        first.generate(random_prompt(900, seed=7800 + 10 * len(by) + number))
     prompt = random_prompt(320, seed=7600 + len(by))
     cold = first.generate(prompt)
+    evicted = [engine.metrics()["vllm:umbp_evicted_objects"] for engine in (first, second)]
+    assert evicted[0] > 0
     if by == "command":
         umbp("pool", "destroy", "node", "--dir", str(folder), "--yes")
     else:
@@ -249,7 +254,11 @@ def test_a_pool_destroyed_under_running_engines_is_missed_and_used_again_when_it
     for engine in (first, second):
         lost = until(lambda result: result.cached_tokens == 0, engine, prompt)
         assert_close(lost, cold)
+        until(lambda _, engine=engine: has_no_pool(engine), engine, prompt)
     umbp("pool", "create", "node", "--dir", str(folder), "--size", "64MiB")
+    # Another prompt: blocks whose load has failed are left out for a while.
+    prompt = random_prompt(320, seed=7650 + len(by))
+    cold = first.generate(prompt)
     for engine in (first, second):
         # The engine is found to store again by its restoring.
         restored = until(lambda result: result.cached_tokens == restorable(prompt), engine, prompt)
@@ -258,6 +267,12 @@ def test_a_pool_destroyed_under_running_engines_is_missed_and_used_again_when_it
     restored = second.generate(other)
     assert restored.cached_tokens == restorable(other)
     assert_close(restored, stored)
+    for engine, before in zip((first, second), evicted, strict=True):
+        assert engine.metrics()["vllm:umbp_evicted_objects"] >= before
+
+
+def has_no_pool(engine: EngineProcess) -> bool:
+    return engine.metrics()["vllm:umbp_pool_capacity_bytes"] == 0
 
 
 def until(is_reached: Callable[[Result], bool], engine: EngineProcess, prompt: Prompt) -> Result:

@@ -293,6 +293,38 @@ def test_only_one_rank_reports_the_shared_pools_use(folder: Path) -> None:
 # What happens when it goes
 
 
+@pytest.mark.parametrize("evictions", [0, 3])
+def test_evictions_are_counted_from_when_an_engine_came_and_never_backwards(
+    folder: Path, clock: TickClock, evictions: int
+) -> None:
+    """Scenario: a pool that had evicted was destroyed, and the count that fell ended the engine's metrics."""
+
+    def small_pool() -> str:
+        path = pool_path(folder, "p")
+        Pool.create(path, 8 * 8192, slab_bytes=8192, min_object_bytes=4096).close()
+        return path
+
+    path = small_pool()
+    early = rig_on(folder)
+    put(early, 8)
+    put(early, 4, "more")
+    late = rig_on(folder)
+    usage = [cast(SupportsUsage, rig.ranks[0].worker).usage for rig in (early, late)]
+    assert [use()["evicted_objects"] for use in usage] == [4.0, 0.0]
+    with Pool.attach(path) as pool:
+        pool.destroy()
+    assert [use()["evicted_objects"] for use in usage] == [4.0, 0.0]
+    assert [use()["pool_capacity_bytes"] for use in usage] == [0.0, 0.0]
+    small_pool()
+    clock.advance(named_pool.LOOK_AGAIN_S)
+    assert [use()["evicted_objects"] for use in usage] == [4.0, 0.0]
+    put(late, 8, "again")
+    put(late, evictions, "yet more")
+    assert [use()["evicted_objects"] for use in usage] == [4.0 + evictions, float(evictions)]
+    early.close()
+    late.close()
+
+
 @pytest.mark.parametrize("by", ["destroy", "unlink"])
 def test_a_pool_that_goes_is_missed_and_one_that_comes_is_used(
     folder: Path, by: str, clock: TickClock
@@ -340,7 +372,7 @@ def test_the_memory_of_a_destroyed_pool_goes_with_a_look_at_its_use(folder: Path
         pool.destroy()
     assert str(folder) in Path("/proc/self/maps").read_text()
     (rank,) = rig.ranks
-    assert cast(SupportsUsage, rank.worker).usage() == {}
+    assert set(cast(SupportsUsage, rank.worker).usage().values()) == {0.0}
     assert found(rig, rig.keys(hashes(2))) == 0
     cast(Any, rank.worker)._storer.submit(lambda: None).result()  # after whoever leaves the pool there
     assert str(folder) not in Path("/proc/self/maps").read_text()

@@ -173,6 +173,9 @@ def check_shared_pool(options: Options) -> Iterator[Check]:
             return
         text = f"{path} of {format_size(found.capacity_bytes)}, {_counted(found.alive, 'user')} attached"
         yield Check("pool", "bad", found.problem) if found.problem else Check("pool", "ok", text)
+        if not found.problem and found.eviction_policy != options.eviction_policy:
+            text = f"the pool evicts by {found.eviction_policy}, as it was made to, whatever the options say"
+            yield Check("eviction_policy", "note", text)
     elif options.given.isdisjoint(("capacity_bytes", "total_capacity_bytes")):
         command = f"umbp pool create {options.pool} --dir {options.pool_dir} --size 16GiB"
         text = f"there is none at {path}: {command}, or set 'capacity_bytes' and the first engine makes it"

@@ -180,7 +180,8 @@ class WorkerSide:
             self._next_gauges_s = self._clock() + GAUGE_INTERVAL_S
             usage = dict(self._handle.usage())
             evicted = usage.pop("evicted_objects", 0.0)
-            self._stats.add("evicted_objects", evicted - self._evicted_objects)
+            # A running total that shrinks would end the engine's metrics, and the engine with them.
+            self._stats.add("evicted_objects", max(0.0, evicted - self._evicted_objects))
             self._evicted_objects = evicted
             self._stats.set_gauges(self._rank_number, usage)
         return self._stats.take()

@@ -166,19 +166,20 @@ class OwnPool:
             format_size(pool.capacity_bytes * self._workers),
             self._workers,
         )
-        warn_of_few_blocks(pool, groups)
+        warn_of_few_blocks(pool, groups, "raise capacity_bytes or total_capacity_bytes")
         return pool
 
 
-def warn_of_few_blocks(pool: Pool, groups: GroupRuns) -> None:
+def warn_of_few_blocks(pool: Pool, groups: GroupRuns, remedy: str) -> None:
     """A pool with less room than the engine itself has will hardly ever be asked for what it holds."""
     fitting = pool.capacity_bytes // slot_bytes(max(groups.object_sizes))
     if fitting < groups.block_count:
         logger.warning(
             "UMBP: the pool holds %d blocks, fewer than the %d of the engine's own KV memory: little "
-            "will be found in it; raise capacity_bytes or total_capacity_bytes",
+            "will be found in it: %s",
             fitting,
             groups.block_count,
+            remedy,
         )
 
 

@@ -6,6 +6,7 @@ import logging
 import time
 
 from umbp.errors import SegmentError, UMBPError
+from umbp.kinds import format_size
 from umbp.pool import Pool, slot_bytes
 
 logger = logging.getLogger("vllm.umbp")
@@ -88,7 +89,9 @@ class NamedPool:
         except UMBPError as error:
             logger.debug("UMBP: %s", error)
         else:
-            logger.info("UMBP: the pool %s is there again: %r", self.path, pool)
+            logger.info(
+                "UMBP: the pool %s is there again, of %s", self.path, format_size(pool.capacity_bytes)
+            )
 
     def _is_due(self) -> bool:
         now = self._clock()

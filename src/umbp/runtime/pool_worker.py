@@ -42,6 +42,15 @@ LOCK_PATIENCE_S = 0.1
 missed only because a busy host let the lock's holder wait for a processor."""
 
 
+_USAGE = {
+    "pool_capacity_bytes": "capacity_bytes",
+    "pool_used_bytes": "used_bytes",
+    "pool_objects": "objects",
+    "pool_pinned_objects": "pinned",
+}
+"""The gauges, by what the pool calls them."""
+
+
 class PoolKeeper(Protocol):
     """Where a worker's pool comes from, and which pool it is now. Used on the worker's thread."""
 
@@ -104,6 +113,7 @@ class PoolWorkerHandle:
         self._loader = ThreadPoolExecutor(1, "umbp-load", _use_free_cores)
         self._storer = ThreadPoolExecutor(1, "umbp-store", _use_free_cores)
         self._notes: weakref.WeakKeyDictionary[TransferJobState, _Note] = weakref.WeakKeyDictionary()
+        self._evicted_objects = self._evicted_before = 0
         self._is_closed = False
 
     def register_buffers(self, kv_caches: Mapping[str, TensorLike]) -> None:
@@ -166,19 +176,16 @@ class PoolWorkerHandle:
 
     def usage(self) -> Mapping[str, float]:
         # Looked at in any case: a pool that was replaced is left, and its memory goes, without a transfer.
-        if self._current_mover() is None or not self._counts_usage:
+        mover = self._current_mover()
+        if self._groups is None or self._is_closed or not self._counts_usage:
             return {}
-        found = self._keeper.current()
-        if found is None:
-            return {}
-        stats = found[0].stats()
-        return {
-            "pool_capacity_bytes": float(stats["capacity_bytes"]),
-            "pool_used_bytes": float(stats["used_bytes"]),
-            "pool_objects": float(stats["objects"]),
-            "pool_pinned_objects": float(stats["pinned"]),
-            "evicted_objects": float(stats["evicted"]),
-        }
+        stats = dict.fromkeys(_USAGE.values(), 0) if mover is None else mover.pool.stats()
+        if mover is not None:
+            # Another pool counts from another number; what went before this worker came isn't its own.
+            self._evicted_objects += stats["evicted"] - self._evicted_before
+            self._evicted_before = stats["evicted"]
+        usage = {name: float(stats[counter]) for name, counter in _USAGE.items()}
+        return usage | {"evicted_objects": float(self._evicted_objects)}
 
     def close(self) -> None:
         if self._is_closed:
@@ -237,6 +244,7 @@ class PoolWorkerHandle:
         if self._mover is None and found is not None:
             pool, namespace_id = found
             self._mover = ObjectMover(pool, namespace_id, self._engine, self._options.verify == "always")
+            self._evicted_before = pool.stats()["evicted"]
         return self._mover
 
     def _retire(self, mover: ObjectMover, engine: Engine) -> None:

@@ -236,15 +236,21 @@ class SharedKeeper:
     def _tell(self, pool: Pool, groups: GroupRuns, is_new: bool) -> None:
         stats = pool.stats()
         logger.info(
-            "UMBP: pool %s of %s, with room for %d blocks of %s; %d objects in it, %d processes attached",
+            "UMBP: pool %s of %s, evicting by %s, with room for %d blocks of %s; %d objects, %d processes;"
+            " this engine's namespace is %s",
             self._path,
             format_size(pool.capacity_bytes),
+            pool.eviction_policy,
             pool.capacity_bytes // slot_bytes(max(groups.object_sizes)),
             " and ".join(map(format_size, groups.object_sizes)),
             stats["objects"],
             stats["processes"],
+            self._namespace.value,
         )
-        warn_of_few_blocks(pool, groups)
+        name = self._options.pool
+        warn_of_few_blocks(
+            pool, groups, f"`umbp pool resize {name} SIZE`, or make {name} anew with a larger --max-size"
+        )
         if is_new:
             return
         late = [f"'{name}'" for name in CREATION_OPTIONS if name in self._options.given]
