@@ -70,6 +70,9 @@ def spec(folder: Path) -> EngineSpec:
             ("pool", "node"),
             ("pool_dir", str(folder)),
             ("capacity_bytes", POOL_BYTES),
+            ("dram_use_hugepages", True),
+            ("dram_numa_node", 0),
+            ("dram_prefault", True),
         )
     )
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from actors import store
 from zygote import Zygote
 
 from umbp.pool import Pool
@@ -29,6 +31,15 @@ def make_pool() -> Iterator[Callable[..., Pool]]:
     yield make
     for pool in pools:
         pool.close()
+
+
+@pytest.fixture
+def pool_file(tmp_path: Path) -> Path:
+    """A pool of two objects that nobody has attached."""
+    path = tmp_path / "pool"
+    with Pool.create(path, 1 << 20, slab_bytes=1 << 16, min_object_bytes=3000) as pool:
+        store(pool, pool.namespace("a"), ["x", "y"])
+    return path
 
 
 @pytest.fixture(scope="session")

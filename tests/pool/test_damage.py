@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from actors import pattern, read_payload, store
+from refusals import assert_refused
 from zygote import Actor, Zygote
 
 from umbp import _native
@@ -37,20 +38,6 @@ VERBS: list[tuple[str, Any]] = [
 ]
 OURS = ("SegmentError", "InvariantError", "ConfigError")
 VERB_S = 20
-
-
-@pytest.fixture
-def pool_file(tmp_path: Path) -> Path:
-    path = tmp_path / "pool"
-    with Pool.create(path, 1 << 20, slab_bytes=1 << 16, min_object_bytes=3000) as pool:
-        store(pool, pool.namespace("a"), ["x", "y"])
-    return path
-
-
-def assert_refused(path: Path, match: str = "can't be attached") -> None:
-    with pytest.raises(SegmentError, match=match) as caught:
-        Pool.attach(path)
-    assert "\n" not in str(caught.value)
 
 
 def overwrite(path: Path, offset: int, data: bytes) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from actors import OBJECT_BYTES, pattern, read_payload, store
+from refusals import assert_refused
 from zygote import Zygote
 
 from umbp import _native
@@ -35,20 +36,6 @@ FIELDS = {
     "low_ppm": (16 + 8 * len(GEOMETRY) + 36, "I"),
     "checksum": (16 + 8 * len(GEOMETRY) + 40, "Q"),
 }
-
-
-@pytest.fixture
-def pool_file(tmp_path: Path) -> Path:
-    path = tmp_path / "pool"
-    with Pool.create(path, 1 << 20, slab_bytes=1 << 16, min_object_bytes=3000) as pool:
-        store(pool, pool.namespace("a"), ["x", "y"])
-    return path
-
-
-def assert_refused(path: Path, match: str = "can't be attached") -> None:
-    with pytest.raises(SegmentError, match=match) as caught:
-        Pool.attach(path)
-    assert "\n" not in str(caught.value)
 
 
 def test_two_processes_work_on_one_memfd(make_pool: MakePool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 
 from umbp.errors import SegmentError, UMBPError
@@ -19,7 +20,8 @@ class NamedPool:
     """The pool at a path, whichever it is now. One thread uses it.
 
     A pool that was destroyed says so itself; that its file was deleted or replaced by hand shows within
-    `LOOK_AGAIN_S`. A pool that is gone is looked for as often, and attached when it is there again.
+    `LOOK_AGAIN_S`. A file that is there again is tried at once, so that an engine's scheduler and its workers
+    don't differ for long; one that can't be attached is tried again after `LOOK_AGAIN_S`.
     """
 
     CLOCK = staticmethod(time.monotonic)
@@ -44,6 +46,7 @@ class NamedPool:
         self._clock = self.CLOCK
         self._found: tuple[Pool, int] | None = None
         self._next_look_s = float("-inf")
+        self._tried: tuple[int, int] | None = None
         self._is_closed = False
 
     def attach(self) -> tuple[Pool, int]:
@@ -69,7 +72,7 @@ class NamedPool:
             logger.warning("UMBP: the pool %s is gone; nothing is restored until it is back", self.path)
             self._found = None
             self._next_look_s = float("-inf")
-        if self._found is None and not self._is_closed and self._is_due():
+        if self._found is None and not self._is_closed and self._may_be_there():
             self._look_for_it()
         return self._found
 
@@ -82,6 +85,14 @@ class NamedPool:
 
     def _has_gone(self, pool: Pool) -> bool:
         return pool.is_destroyed or (self._is_due() and pool.is_replaced(0.0))
+
+    def _may_be_there(self) -> bool:
+        try:
+            info = os.stat(self.path)
+        except OSError:
+            return False
+        tried, self._tried = self._tried, (info.st_dev, info.st_ino)
+        return self._is_due() or self._tried != tried
 
     def _look_for_it(self) -> None:
         try:
