@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from umbp.connector import compat
 from umbp.connector.scheduler.account import StoreEntry
-from umbp.connector.scheduler.plan import BlockSpan, Planner
+from umbp.connector.scheduler.plan import GROUP, BlockSpan, Planner
 from umbp.connector.scheduler.pool_view import PoolView
 from umbp.connector.scheduler.state import RequestState
 from umbp.connector.scheduler.write import Requests, StorePlan, storing_requests
@@ -185,7 +185,7 @@ class LazyWriter:
         self._settled.update(self._pinned.values())
         unknown = [origin.name for one in waiting if (origin := self._unsaved(*one)) is not None]
         if unknown:
-            stored = self._pool.stored([compat.hash_of_name(name) for name in unknown])
+            stored = self._pool.stored(GROUP, [compat.hash_of_name(name) for name in unknown])
             self._settled.update(name for name, is_stored in zip(unknown, stored, strict=True) if is_stored)
 
     def _room_for_pins(self) -> int:

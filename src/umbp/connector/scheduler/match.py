@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from umbp.connector import compat
 from umbp.connector.scheduler.account import Quarantine
+from umbp.connector.scheduler.plan import GROUP
 from umbp.connector.scheduler.pool_view import PoolView
 from umbp.connector.scheduler.state import Answer, Promise, RequestState
 from umbp.options import Options
@@ -69,7 +70,7 @@ class Matcher:
         if not wanted:
             return None
         owner = f"{request_id}#{next(self._owners)}"
-        held = self._pool.hold(owner, wanted)
+        held = self._pool.hold(owner, GROUP, wanted)
         return Promise(owner, start, start + held) if held else None
 
     def withdraw(self, state: RequestState) -> None:

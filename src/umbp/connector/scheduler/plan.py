@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from umbp.connector import compat
-from umbp.connector.scheduler.pool_view import GROUP, PoolView
+from umbp.connector.scheduler.pool_view import PoolView
 from umbp.connector.scheduler.state import RequestState
 from umbp.data import BlockLoadBatch, BlockStoreBatch
 from umbp.options import Options
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+
+
+GROUP = 0
+"""The one cache group that this version keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,7 @@ class Planner:
                   | span                       |
                                 | lacking      |
         """
-        present = self._pool.present(span.block_hashes)
+        present = self._pool.present(GROUP, span.block_hashes)
         if present >= len(span.block_ids):
             return None
         parent = span.block_hashes[present - 1] if present else span.parent_hash

@@ -18,9 +18,6 @@ from umbp.runtime.base import HandshakeExtra, IUMBPRuntime, capabilities_of
 
 logger = init_logger("vllm.umbp")
 
-GROUP = 0
-"""The one cache group that this version keeps."""
-
 T = TypeVar("T")
 
 
@@ -72,31 +69,33 @@ class PoolView:
         if self._can.attach:
             self._handle.bind_workers(extras)
 
-    def present(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks every rank has at this moment."""
+    def present(self, group_id: int, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks of a cache group every rank has at this moment."""
         if self._can.lookup_raw:
-            return self._ask(lambda handle: int(handle.lookup_raw(GROUP, hashes)), 0)
-        keys = self._rank_keys(hashes)
+            return self._ask(lambda handle: int(handle.lookup_raw(group_id, hashes)), 0)
+        keys = self._rank_keys(group_id, hashes)
         found: list[bool] = self._ask(lambda handle: list(handle.lookup(keys)), [])
         return self._whole_blocks(next((i for i, hit in enumerate(found) if not hit), len(found)))
 
-    def stored(self, hashes: Sequence[bytes]) -> list[bool]:
-        """Which of these blocks every rank has at this moment; they need not be one prefix."""
+    def stored(self, group_id: int, hashes: Sequence[bytes]) -> list[bool]:
+        """Which blocks of a cache group every rank has at this moment; they need not be one prefix."""
         nothing = [False] * len(hashes)
         if self._can.presence:
-            return self._ask(lambda handle: list(handle.present_raw(GROUP, hashes)), nothing)
+            return self._ask(lambda handle: list(handle.present_raw(group_id, hashes)), nothing)
         ranks = self._topology.rank_count
-        keys = self._rank_keys(hashes)
+        keys = self._rank_keys(group_id, hashes)
         found: list[bool] = self._ask(lambda handle: list(handle.lookup(keys)), [False] * len(keys))
         return [all(found[first : first + ranks]) for first in range(0, len(found), ranks)]
 
-    def hold(self, owner: str, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks every rank has; kept there until `unhold(owner)` where the runtime can."""
+    def hold(self, owner: str, group_id: int, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks of a cache group every rank has; kept there until `unhold(owner)` where the
+        runtime can. What one owner holds adds up.
+        """
         if not self._can.hold:
-            return self.present(hashes)
+            return self.present(group_id, hashes)
         if self._can.lookup_raw:
-            return self._ask(lambda handle: int(handle.hold_raw(owner, GROUP, hashes)), 0)
-        keys = self._rank_keys(hashes)
+            return self._ask(lambda handle: int(handle.hold_raw(owner, group_id, hashes)), 0)
+        keys = self._rank_keys(group_id, hashes)
         return self._whole_blocks(self._ask(lambda handle: int(handle.hold(owner, keys)), 0))
 
     def unhold(self, owner: str) -> None:
@@ -121,11 +120,11 @@ class PoolView:
         self._ask(lambda handle: handle.close(), None)
         self._handle = None
 
-    def _rank_keys(self, hashes: Sequence[bytes]) -> list[str]:
+    def _rank_keys(self, group_id: int, hashes: Sequence[bytes]) -> list[str]:
         return [
             key
             for block_hash in hashes
-            for key in self.codec.keys_for_topology(block_hash, self._topology, (GROUP,))
+            for key in self.codec.keys_for_topology(block_hash, self._topology, (group_id,))
         ]
 
     def _whole_blocks(self, keys: int) -> int:
