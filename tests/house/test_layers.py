@@ -34,8 +34,11 @@ LIGHT = (
     "umbp.runtime.factory",
     "umbp.cli",
     "umbp.connector",
+    "umbp.testing",
 )
 HEAVY = ("vllm", "torch", "transformers", "numpy.testing")
+SCRIPTED_ENGINE = "umbp.testing.engine"
+"""The one folder beside the connector that stands on vLLM: it runs vLLM's scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,21 @@ def is_the_exception(each: Import) -> bool:
     )
 
 
+def is_of_the_scripted_engine(each: Import) -> bool:
+    return f"{each.module}.".startswith(f"{SCRIPTED_ENGINE}.")
+
+
+def test_only_the_scripted_engine_imports_the_connector_beside_the_cli() -> None:
+    wrong = [
+        f"{each.module} imports {each.target}"
+        for each in INTERNAL
+        if part_of(each.target) == "connector"
+        and each.part == "testing"
+        and not is_of_the_scripted_engine(each)
+    ]
+    assert wrong == []
+
+
 def test_every_module_belongs_to_a_layer() -> None:
     parts = {part_of(module_name(path)) for path in modules()} - {""}
     assert parts <= set(RANK)
@@ -148,6 +166,7 @@ def test_only_the_connector_imports_vllm_and_the_cli_when_it_is_called() -> None
         for each in ALL_IMPORTS
         if each.target.split(".")[0] == "vllm"
         and each.part != "connector"
+        and not is_of_the_scripted_engine(each)
         and (each.part != "cli" or each.is_at_load)
     ]
     assert wrong == []
@@ -157,7 +176,10 @@ def test_only_the_connector_imports_torch_at_load() -> None:
     wrong = [
         f"{each.module} imports {each.target}"
         for each in ALL_IMPORTS
-        if each.target.split(".")[0] == "torch" and each.is_at_load and each.part != "connector"
+        if each.target.split(".")[0] == "torch"
+        and each.is_at_load
+        and each.part != "connector"
+        and not is_of_the_scripted_engine(each)
     ]
     assert wrong == []
 

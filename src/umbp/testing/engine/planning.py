@@ -1,0 +1,122 @@
+"""vLLM's configuration for a scripted engine, resolved and planned as the engine core does it."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+
+from umbp.testing.engine.shape import BLOCK, HEAD_SIZE, HEADS, LAYERS, Shape
+
+try:
+    kv_cache_planning: Any = importlib.import_module("vllm.v1.core.kv_cache_planning")
+except ModuleNotFoundError:  # vLLM 0.32
+    kv_cache_planning = None
+
+
+@cache
+def model_folder(root: Path) -> Path:
+    """A model's configuration, which is all of it that is ever read."""
+    folder = root / "model"
+    folder.mkdir(exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": len(LAYERS),
+        "vocab_size": 1000,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def make_config(root: Path, shape: Shape, **changes: Any) -> VllmConfig:
+    """A configuration as the engine core resolves it; `changes` go to vLLM's engine arguments."""
+    arguments: dict[str, Any] = {
+        "model": str(model_folder(root)),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "block_size": BLOCK,
+        "num_gpu_blocks_override": shape.blocks,
+        "max_model_len": shape.max_model_len,
+        "max_num_batched_tokens": shape.max_batched_tokens,
+        "max_num_seqs": shape.max_seqs,
+        "enable_prefix_caching": shape.prefix_caching,
+        "tensor_parallel_size": shape.ranks,
+        "distributed_executor_backend": "mp" if shape.ranks > 1 else "uni",
+        "kv_transfer_config": {
+            "kv_connector": "UMBPStoreConnector",
+            "kv_connector_module_path": "umbp.connector",
+            "kv_role": shape.role,
+            "kv_load_failure_policy": shape.policy,
+            "kv_connector_extra_config": dict(shape.extra),
+        },
+    }
+    config = EngineArgs(**(arguments | changes)).create_engine_config()
+    config.cache_config.kv_cache_layout = shape.layout
+    # vLLM has no asynchronous scheduling on CPUs; its scheduler does.
+    config.scheduler_config.async_scheduling = shape.depth > 1
+    for layer in LAYERS:
+        config.compilation_config.static_forward_context[layer] = AttentionLayer()
+    return config
+
+
+class AttentionLayer:
+    """Stands where vLLM keeps a model's attention layer, for the one question that is asked of it."""
+
+    def get_attn_backend(self) -> type[CPUAttentionBackend]:
+        return CPUAttentionBackend
+
+
+def full_attention() -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16)
+
+
+def cache_configs(config: VllmConfig) -> list[KVCacheConfig]:
+    """Each rank's cache configuration, the scheduler's last; made and completed as the engine core does."""
+    ranks = config.parallel_config.tensor_parallel_size
+    specs: list[dict[str, KVCacheSpec]] = [
+        {layer: full_attention() for layer in LAYERS} for _ in range(ranks)
+    ]
+    memory = [1 << 30] * ranks
+    if kv_cache_planning is None:
+        configs = kv_cache_utils.get_kv_cache_configs(config, specs, memory)
+    else:
+        groups = kv_cache_planning.get_global_kv_cache_groups(config, specs)
+        configs = kv_cache_planning.get_kv_cache_configs(config, specs, memory, groups)
+    for one in configs:
+        one.kv_cache_layout = config.cache_config.kv_cache_layout
+    everyone = [*configs, generate_scheduler_kv_cache_config(configs)]
+    config.cache_config.num_gpu_blocks = everyone[-1].num_blocks
+    _, hash_block_size = resolve_kv_cache_block_sizes(everyone[-1], config)
+    for one in everyone:
+        one.hash_block_size = hash_block_size
+    return everyone
+
+
+def worker_config(config: VllmConfig, rank: int) -> VllmConfig:
+    """The configuration as the worker of that rank sees it."""
+    mine = copy.copy(config)
+    mine.parallel_config = copy.copy(config.parallel_config)
+    mine.parallel_config.rank = rank
+    return mine

@@ -1,0 +1,46 @@
+"""One worker of a scripted engine: its connector's half and its KV memory."""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from umbp.connector.connector import UMBPStoreConnector
+from umbp.testing.engine.memory import Memory
+from umbp.testing.engine.planning import worker_config
+
+
+class Rank:
+    """One worker: its connector's half and its KV memory."""
+
+    def __init__(self, config: VllmConfig, cache_config: KVCacheConfig, rank: int) -> None:
+        connector = KVConnectorFactory.create_connector(
+            config=worker_config(config, rank), role=KVConnectorRole.WORKER, kv_cache_config=cache_config
+        )
+        assert isinstance(connector, UMBPStoreConnector)
+        self.connector = connector
+        layout = KVCacheLayout[str(cache_config.kv_cache_layout)]
+        views = allocate_kv_cache(cache_config, torch.device("cpu"), layout)
+        self.memory = Memory(views)
+        connector.register_kv_caches(views)
+
+    def results(self, finished: set[str]) -> KVConnectorOutput:
+        """The end of a step, in the order of the model runner."""
+        connector = self.connector
+        output = KVConnectorOutput()
+        transfers = connector.get_transfer_results(finished)
+        output.finished_sending = transfers.finished_sending
+        output.finished_recving = transfers.finished_recving
+        output.failed_recving = transfers.failed_recving
+        output.invalid_block_ids = connector.get_block_ids_with_load_errors()
+        output.kv_connector_stats = connector.get_kv_connector_stats()
+        output.kv_cache_events = connector.get_kv_connector_kv_cache_events()
+        output.kv_connector_worker_meta = connector.build_connector_worker_meta()
+        connector.clear_connector_metadata()
+        return output
