@@ -218,7 +218,7 @@ def test_an_entry_closes_once_when_every_rank_has_reported() -> None:
     ledger: Ledger[StoreEntry] = Ledger(
         2, lambda entry, result: closed.append((entry, result.failed_objects))
     )
-    entry = StoreEntry((1, 2), BLOCK, ())
+    entry = StoreEntry({})
     event = ledger.open(entry)
     ledger.report(event, StoreEventResult(0, {(0, b"a")}))
     ledger.report(event, StoreEventResult(1, {(0, b"b")}))
@@ -234,7 +234,7 @@ def test_an_entry_closes_once_when_every_rank_has_reported() -> None:
 
 def test_an_audit_finds_an_entry_that_should_be_closed() -> None:
     ledger: Ledger[LoadEntry] = Ledger(1, lambda entry, result: None)
-    event = ledger.open(LoadEntry("r", "r#0", (1,), (b"a",), BLOCK))
+    event = ledger.open(LoadEntry("r", "r#0", (1,), ((0, b"a"),), BLOCK))
     assert [entry.request_id for entry in ledger.entries()] == ["r"]
     ledger._open[event].result.completed_workers = 1
     with pytest.raises(InvariantError, match="has all reports"):
@@ -245,7 +245,7 @@ def test_event_numbers_are_never_used_again() -> None:
     ledger: Ledger[StoreEntry] = Ledger(1, lambda entry, result: None)
     events = []
     for _ in range(5):
-        events.append(ledger.open(StoreEntry((1,), BLOCK, ())))
+        events.append(ledger.open(StoreEntry({})))
         ledger.report(events[-1], StoreEventResult(1))
     assert len(set(events)) == 5
 

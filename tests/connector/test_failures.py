@@ -159,15 +159,17 @@ def test_quarantine_ends_after_its_time_and_is_bounded() -> None:
     clock = TickClock()
     quarantine = Quarantine(clock, seconds=30, limit=3)
     for name in b"abcd":
-        quarantine.add(bytes([name]))
+        quarantine.add((0, bytes([name])))
     assert len(quarantine) == 3
     chain = [b"x", b"c", b"y"]
-    assert quarantine.healthy_prefix(chain) == 1
-    assert quarantine.healthy_prefix([b"a"]) == 1, "the oldest left for the newest"
+    assert quarantine.healthy_prefix(0, chain) == 1
+    assert quarantine.healthy_prefix(0, [b"a"]) == 1, "the oldest left for the newest"
+    assert quarantine.healthy_prefix(1, chain) == 3, "another group's blocks are other blocks"
+    assert (quarantine.has(0, b"c"), quarantine.has(1, b"c"), quarantine.has(0, b"a")) == (True, False, False)
     clock.advance(29.9)
-    assert quarantine.healthy_prefix(chain) == 1
+    assert quarantine.healthy_prefix(0, chain) == 1
     clock.advance(0.1)
-    assert quarantine.healthy_prefix(chain) == 3
+    assert quarantine.healthy_prefix(0, chain) == 3
     assert len(quarantine) == 0
 
 

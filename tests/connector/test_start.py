@@ -19,10 +19,12 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    CrossAttentionSpec,
     KVCacheConfig,
+    KVCacheGroupSpec,
     MambaSpec,
     MLAAttentionSpec,
-    SlidingWindowSpec,
 )
 
 from umbp.connector import UMBPStoreConnector, compat, plugin, support
@@ -62,26 +64,6 @@ def group_spec(cache_config: KVCacheConfig, spec: Any) -> None:
     cache_config.kv_cache_groups[0].kv_cache_spec = spec
 
 
-def sliding_window(config: VllmConfig, cache_config: KVCacheConfig) -> None:
-    spec = SlidingWindowSpec(
-        block_size=16, num_kv_heads=2, head_size=4, dtype=torch.bfloat16, sliding_window=64
-    )
-    group_spec(cache_config, spec)
-
-
-def windowed_full_attention(config: VllmConfig, cache_config: KVCacheConfig) -> None:
-    """What vLLM makes of a sliding window where its hybrid cache manager is off, as it is here."""
-    spec = full_attention()
-    object.__setattr__(spec, "sliding_window", 64)
-    group_spec(cache_config, spec)
-
-
-def chunked_local(config: VllmConfig, cache_config: KVCacheConfig) -> None:
-    spec = full_attention()
-    object.__setattr__(spec, "attention_chunk_size", 64)
-    group_spec(cache_config, spec)
-
-
 def packed_latent(config: VllmConfig, cache_config: KVCacheConfig) -> None:
     spec = MLAAttentionSpec(
         block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, tokens_per_state=4
@@ -93,8 +75,20 @@ def mamba(config: VllmConfig, cache_config: KVCacheConfig) -> None:
     group_spec(cache_config, MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,)))
 
 
-def two_groups(config: VllmConfig, cache_config: KVCacheConfig) -> None:
-    cache_config.kv_cache_groups.append(copy.deepcopy(cache_config.kv_cache_groups[0]))
+def encoder(config: VllmConfig, cache_config: KVCacheConfig) -> None:
+    spec = CrossAttentionSpec(block_size=16, num_kv_heads=2, head_size=4, dtype=torch.bfloat16)
+    group_spec(cache_config, spec)
+
+
+def ring(config: VllmConfig, cache_config: KVCacheConfig) -> None:
+    spec = CircularBufferSpec(block_size=16, num_kv_heads=2, head_size=4, dtype=torch.bfloat16)
+    cache_config.kv_cache_groups.append(KVCacheGroupSpec(["ring"], spec))
+
+
+def device_only(config: VllmConfig, cache_config: KVCacheConfig) -> None:
+    other = copy.deepcopy(cache_config.kv_cache_groups[0])
+    other.enable_kv_transfer = False
+    cache_config.kv_cache_groups.append(other)
 
 
 def no_group(config: VllmConfig, cache_config: KVCacheConfig) -> None:
@@ -113,30 +107,19 @@ def prefill_context(config: VllmConfig, cache_config: KVCacheConfig) -> None:
     config.parallel_config.prefill_context_parallel_size = 2
 
 
-def speculation(config: VllmConfig, cache_config: KVCacheConfig) -> None:
-    config.speculative_config = SimpleNamespace(method="ngram", draft_model_config=None)
-
-
-def finer_hashes(config: VllmConfig, cache_config: KVCacheConfig) -> None:
-    cache_config.hash_block_size = 8
-
-
 @ROLES
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (sliding_window, "SlidingWindowSpec"),
-        (windowed_full_attention, "sliding window of 64 tokens"),
-        (chunked_local, "chunked local attention of 64 tokens"),
-        (packed_latent, "MLA"),
-        (mamba, "MambaSpec"),
-        (two_groups, "2 KV cache groups"),
-        (no_group, "0 KV cache groups"),
+        (packed_latent, "KV cache group 0 packs several tokens together"),
+        (mamba, "cache mode 'none'"),
+        (encoder, "KV cache group 0 is of vLLM's kind CrossAttentionSpec"),
+        (ring, "KV cache group 1 is not cached by prefix"),
+        (device_only, "KV cache group 1 is kept out of transfers"),
+        (no_group, "a model without a KV cache"),
         (pipeline, "pipeline parallelism (pipeline_parallel_size=2)"),
         (decode_context, "decode context parallelism"),
         (prefill_context, "prefill context parallelism"),
-        (speculation, "speculative decoding (method 'ngram')"),
-        (finer_hashes, "prefix hashes of 8 tokens"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

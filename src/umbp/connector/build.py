@@ -12,7 +12,8 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from umbp.connector import support
+from umbp.connector import compat, support
+from umbp.connector.hits import HitFinder
 from umbp.connector.identity import worker_namespace
 from umbp.connector.scheduler import SchedulerSide
 from umbp.connector.scheduler.pool_view import PoolView
@@ -37,7 +38,8 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     return SchedulerSide(
         PoolView(_runtime(options), topology, kv_cache_config.kv_tp_replicas),
         options,
-        block_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        compat.cache_shape(vllm_config, kv_cache_config),
+        HitFinder(vllm_config, kv_cache_config),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         ranks=topology.rank_count,
         reads=transfer.is_kv_consumer,
@@ -56,6 +58,7 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         RankTopology.from_vllm_config(vllm_config),
         object_planner(kv_cache_config),
         kv_tp_replicas=kv_cache_config.kv_tp_replicas,
+        fails_by_request=not compat.cache_shape(vllm_config, kv_cache_config).is_chain,
     )
 
 

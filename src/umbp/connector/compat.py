@@ -12,8 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.config import VllmConfig
-from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, get_block_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    get_block_hash,
+    resolve_dcp_kv_block_size,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
+
+from umbp.connector.groups import CacheGroup, CacheShape, GroupKind
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -39,30 +55,77 @@ def is_supported_version() -> bool:
 
 def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Tokens per entry of `Request.block_hashes`."""
-    resolved = getattr(kv_cache_config, "hash_block_size", None) or vllm_config.cache_config.hash_block_size
-    return int(resolved or vllm_config.cache_config.block_size)
+    resolved = getattr(kv_cache_config, "hash_block_size", None)
+    return int(resolved or resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
+
+
+def hit_and_hash_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:
+    """Tokens that every hit is a multiple of, and tokens per entry of `Request.block_hashes`."""
+    hit_tokens, _ = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    return hit_tokens, hash_block_tokens(vllm_config, kv_cache_config)
+
+
+def cache_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheShape:
+    """The cache's groups; all of them are of kinds that `unsupported_cache_group` lets pass."""
+    parallel = vllm_config.parallel_config
+    speculative = vllm_config.speculative_config
+    hit_tokens, hash_tokens = hit_and_hash_tokens(vllm_config, kv_cache_config)
+    groups = []
+    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        tokens = resolve_dcp_kv_block_size(spec, parallel.decode_context_parallel_size)
+        groups.append(CacheGroup(group_id, _kind(spec), tokens, tokens // hash_tokens))
+    return CacheShape(
+        tuple(groups),
+        hash_tokens,
+        hit_tokens,
+        drops_last_block=speculative is not None and speculative.use_eagle_block_drop(),
+        unsettled_tokens=max(vllm_config.num_prefill_lookahead_tokens - 1, 0),
+    )
+
+
+def _kind(spec: Any) -> GroupKind:
+    first = _layer_specs(spec)[0]
+    if isinstance(first, SlidingWindowSpec):
+        return GroupKind.WINDOW
+    if isinstance(first, ChunkedLocalAttentionSpec):
+        return GroupKind.CHUNK
+    return GroupKind.STATE if isinstance(first, MambaSpec) else GroupKind.FULL
+
+
+_SERVED_SPECS = (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    SlidingWindowMLASpec,
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+    SinkFullAttentionSpec,
+)
 
 
 def unsupported_cache_group(kv_cache_config: KVCacheConfig) -> str | None:
-    """The kind of model with this cache configuration that can't be served, by its group; None if it can."""
+    """What of this cache configuration can't be served, by its group; None if all of it can."""
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        return f"a model with {len(groups)} KV cache groups ({kinds or 'none'})"
-    specs = _layer_specs(groups[0].kv_cache_spec)
-    for spec in specs:
-        kind = type(spec).__name__
-        if isinstance(spec, MLAAttentionSpec) and spec.tokens_per_state != 1:
-            return "a model whose KV cache group 0 is latent attention (MLA) that packs tokens together"
-        if not isinstance(spec, FullAttentionSpec):
-            return f"a model whose KV cache group 0 is of vLLM's kind {kind}"
-        if spec.sliding_window is not None:
-            return f"a model whose KV cache group 0 has a sliding window of {spec.sliding_window} tokens"
-        if spec.attention_chunk_size is not None:
-            return (
-                "a model whose KV cache group 0 has chunked local attention of "
-                f"{spec.attention_chunk_size} tokens"
-            )
+    if not groups:
+        return "a model without a KV cache"
+    for group_id, group in enumerate(groups):
+        name = f"a model whose KV cache group {group_id}"
+        if not group.enable_kv_transfer or group.host_resident:
+            return f"{name} is kept out of transfers by vLLM (HiSparse)"
+        if not group.kv_cache_spec.prefix_cacheable or group.kv_cache_spec.prefix_replay_tokens:
+            return f"{name} is not cached by prefix"
+        for spec in _layer_specs(group.kv_cache_spec):
+            if type(spec) not in _SERVED_SPECS:
+                return f"{name} is of vLLM's kind {type(spec).__name__}"
+            if isinstance(spec, MambaSpec):
+                if spec.mamba_cache_mode != "align":
+                    return (
+                        f"{name} keeps a state (Mamba) in cache mode {spec.mamba_cache_mode!r}: only "
+                        "--mamba-cache-mode align, with prefix caching on, leaves states at block ends"
+                    )
+            elif spec.tokens_per_state != 1:
+                return f"{name} packs several tokens together"
     return None
 
 
@@ -145,11 +208,18 @@ def preempted_requests(output: SchedulerOutput) -> Iterable[str]:
     return output.preempted_req_ids or ()
 
 
-def block_table(output: SchedulerOutput, request_id: str) -> list[int] | None:
-    """A scheduled request's current block ids of the one cache group, exact also after a resume."""
+def block_tables(output: SchedulerOutput, request_id: str) -> tuple[list[int], ...] | None:
+    """A scheduled request's current block ids by cache group, exact also after a resume."""
     state = output.kv_connector_block_state
-    tables = None if state is None else state.get_block_ids(request_id)
-    return None if tables is None else tables[0]
+    return None if state is None else state.get_block_ids(request_id)
+
+
+def offered_states(output: SchedulerOutput, request_id: str) -> Sequence[tuple[int, int, int]]:
+    """Blocks with a request's state at a block's end, as `(group, block id, tokens)`. They hold it once this
+    step has run, and belong to others later: whoever wants one pins it now.
+    """
+    state = output.kv_connector_block_state
+    return () if state is None else state.boundary_state_offloads.get(request_id, ())
 
 
 def reads_prefix_cache(request: Request) -> bool:

@@ -12,7 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -42,10 +44,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class UMBPStoreConnector(KVConnectorBase_V1):
-    """Restores prefixes from a pool that outlives the engine's own cache, for models with one full-attention
-    group.
-    """
+class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
+    """Restores prefixes from a pool that outlives the engine's own cache."""
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -102,8 +102,7 @@ class UMBPStoreConnector(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        (block_ids,) = blocks.get_block_ids()
-        self.scheduler_side.admit(request, block_ids, num_external_tokens)
+        self.scheduler_side.admit(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self.scheduler_side.plan_step(scheduler_output)
@@ -115,6 +114,11 @@ class UMBPStoreConnector(KVConnectorBase_V1):
         # Blocks that are still being stored have pins of their own, so the request's can go at once.
         self.scheduler_side.finish(request)
         return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler_side.has_pending_stores()
@@ -149,6 +153,12 @@ class UMBPStoreConnector(KVConnectorBase_V1):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, self.worker_side.collect()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        finished = self.worker_side.collect()
+        return KVConnectorTransferResults(
+            finished_recving=finished, failed_recving=self.worker_side.take_failed_requests()
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker_side.take_failed_blocks()

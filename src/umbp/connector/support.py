@@ -24,22 +24,13 @@ def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         _refuse(f"prefill context parallelism (size {parallel.prefill_context_parallel_size})")
     if parallel.decode_context_parallel_size > 1:
         _refuse(f"decode context parallelism (size {parallel.decode_context_parallel_size})")
-    if vllm_config.speculative_config is not None:
-        _refuse(f"speculative decoding (method {vllm_config.speculative_config.method!r})")
     reason = compat.unsupported_cache_group(kv_cache_config)
     if reason is not None:
         _refuse(reason)
-    block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    hash_tokens = compat.hash_block_tokens(vllm_config, kv_cache_config)
-    if hash_tokens != block_tokens:
-        _refuse(f"prefix hashes of {hash_tokens} tokens beside KV blocks of {block_tokens} tokens")
 
 
 def _refuse(what: str) -> None:
-    raise ConfigError(
-        f"UMBP can't serve {what}: this version keeps full-attention models under tensor parallelism only; "
-        "start vLLM without --kv-transfer-config"
-    )
+    raise ConfigError(f"UMBP can't serve {what}; start vLLM without --kv-transfer-config")
 
 
 def require_shareable_hashes(vllm_config: VllmConfig, options: Options) -> None:
@@ -74,8 +65,9 @@ def can_write_lazily(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
         reason = f"kv_role 'kv_both', not {None if transfer is None else transfer.kv_role!r}"
     elif not vllm_config.cache_config.enable_prefix_caching:
         reason = "vLLM's own prefix caching, which is off"
-    elif len(kv_cache_config.kv_cache_groups) != 1:
-        reason = f"one KV cache group, not {len(kv_cache_config.kv_cache_groups)}"
+    elif not compat.cache_shape(vllm_config, kv_cache_config).is_chain:
+        kinds = ", ".join(group.kind for group in compat.cache_shape(vllm_config, kv_cache_config).groups)
+        reason = f"one KV cache group of full attention, not {kinds}"
     else:
         return True
     logger.warning(

@@ -71,10 +71,15 @@ class WorkerSide:
         planner: KVLayoutPlanner,
         *,
         kv_tp_replicas: int = 1,
+        fails_by_request: bool = False,
         clock: Callable[[], float] = time.monotonic,
         nap: Callable[[float], None] = time.sleep,
     ) -> None:
+        """`fails_by_request`: a load that has lost a block is of no use to the engine, which hears of the
+        request instead of the block.
+        """
         self._can = capabilities_of(runtime)
+        self._fails_by_request = fails_by_request
         self._namespace = namespace
         self._rank = topology.local_namespace
         self._rank_number = topology.all_namespaces().index(self._rank)
@@ -91,6 +96,7 @@ class WorkerSide:
         self._report = UMBPConnectorWorkerMetadata()
         self._finished_loads: set[str] = set()
         self._failed_block_ids: set[int] = set()
+        self._failed_requests: set[str] = set()
         self._is_idle_step = False
         self._copies_in_place = False
         self._stats = UMBPStats()
@@ -166,6 +172,11 @@ class WorkerSide:
         failed, self._failed_block_ids = self._failed_block_ids, set()
         return failed
 
+    def take_failed_requests(self) -> set[str]:
+        """Those of the requests that `collect` has told whose load is lost, since the last call."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
+
     def take_report(self) -> UMBPConnectorWorkerMetadata | None:
         """What ended since the last call, by event."""
         report = self._report
@@ -225,7 +236,10 @@ class WorkerSide:
 
     def _end_load(self, load: _Running, job: TransferJobState) -> None:
         lost = [plan for plan in job.plans if plan.key not in job.completed_keys] if _has_loss(job) else []
-        self._failed_block_ids.update(plan.block_id for plan in lost)
+        if lost and self._fails_by_request:
+            self._failed_requests.add(load.request_id)
+        else:
+            self._failed_block_ids.update(plan.block_id for plan in lost)
         objects = {(plan.group_id or 0, _hash_of(plan.key)) for plan in lost}
         self._report.load_events[load.event] = StoreEventResult(1, objects)
         if lost:

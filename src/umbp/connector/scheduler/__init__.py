@@ -1,7 +1,7 @@
 """The scheduler's half of the connector: its questions, each in a module of its own, wired here.
 
-*match*: how much of a prompt is stored. *plan*: what a step can load and store. *write* and *lazy*: when it
-is stored. *account*: what is in flight.
+*match*, *find*: how much of a prompt is stored. *plan*: what a step can load and store. *write*, *lazy*: when
+it is stored. *account*: what is in flight.
 Runs in the engine core's process, on its one thread; nothing here blocks longer than the runtime's lookups
 do.
 """
@@ -9,16 +9,19 @@ do.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
 from umbp.connector import compat
+from umbp.connector.groups import CacheShape, GroupKind
+from umbp.connector.hits import HitFinder
 from umbp.connector.scheduler.account import Ledger, LoadEntry, Quarantine, StoreEntry
+from umbp.connector.scheduler.find import ChainFinder, GroupsFinder
 from umbp.connector.scheduler.lazy import LazyWriter
 from umbp.connector.scheduler.match import Matcher
-from umbp.connector.scheduler.plan import BlockSpan, Planner
+from umbp.connector.scheduler.plan import Planner
 from umbp.connector.scheduler.pool_view import PoolView
 from umbp.connector.scheduler.state import RequestState
 from umbp.connector.scheduler.write import ThroughWriter, Writer
@@ -51,8 +54,9 @@ class SchedulerSide:
         self,
         pool: PoolView,
         options: Options,
+        shape: CacheShape,
+        hits: HitFinder,
         *,
-        block_tokens: int,
         step_tokens: int,
         ranks: int,
         reads: bool,
@@ -63,12 +67,18 @@ class SchedulerSide:
         """`step_tokens`: how many tokens the engine computes in a step at most; `is_lazy`: store what it is
         about to evict, where its block pool tells that.
         """
-        self._options = options
-        self._block_tokens = block_tokens
+        self._shape = shape
+        # Only a run of blocks can be loaded within a step: the engine hears of a failure there by its blocks.
+        self._load_async = options.load_async or not shape.is_chain
         self._pool = pool
         self._quarantine = Quarantine(clock)
-        self._matcher = Matcher(pool, self._quarantine, options, block_tokens, reads)
-        self._planner = Planner(pool, options, block_tokens, writes)
+        finder = (
+            ChainFinder(pool, self._quarantine, shape)
+            if shape.is_chain
+            else GroupsFinder(pool, self._quarantine, shape, hits)
+        )
+        self._matcher = Matcher(pool, finder, options, shape, reads)
+        self._planner = Planner(pool, options, shape, hits, writes=writes)
         self._loads: Ledger[LoadEntry] = Ledger(ranks, self._close_load)
         self._stores: Ledger[StoreEntry] = Ledger(ranks, self._close_store)
         self._requests: dict[str, RequestState] = {}
@@ -78,7 +88,7 @@ class SchedulerSide:
         self._filling: set[bytes] = set()
         self._stores_before_reset: frozenset[int] = frozenset()
         self._is_lazy = is_lazy
-        self._step_blocks = -(-step_tokens // block_tokens) + 1
+        self._step_blocks = -(-step_tokens // shape.counted.block_tokens) + 1
         self._block_pool: BlockPool | None = None
         self._writer: Writer | None = None
         self._stats = UMBPStats()
@@ -98,11 +108,12 @@ class SchedulerSide:
                 self._planner,
                 self._pool,
                 block_pool,
-                block_tokens=self._block_tokens,
+                block_tokens=self._shape.counted.block_tokens,
                 step_blocks=self._step_blocks,
             )
         else:
-            self._writer = ThroughWriter(self._planner, block_pool, self._block_tokens, self._stats)
+            runs = frozenset(g.group_id for g in self._shape.groups if g.kind is GroupKind.FULL)
+            self._writer = ThroughWriter(self._planner, block_pool, self._stats, runs)
 
     def bind_workers(self, reports: Mapping[Rank, UMBPHandshakeMetadata]) -> None:
         """Adopt the workers' namespace and attach to their pools; called at start, and again after a
@@ -125,10 +136,12 @@ class SchedulerSide:
         if self._stores_before_reset:
             return 0, False
         tokens = self._matcher.match(self._state(request), computed_tokens)
-        return tokens, tokens > 0 and self._options.load_async
+        return tokens, tokens > 0 and self._load_async
 
-    def admit(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
-        """The engine has blocks for the request and wants `external_tokens` of what was promised, or none."""
+    def admit(self, request: Request, tables: Sequence[list[int]], external_tokens: int) -> None:
+        """The engine has blocks for the request, by cache group, and wants `external_tokens` of what was
+        promised, or none.
+        """
         state = self._state(request)
         # Also one that comes back, from a preemption or with more prompt.
         self._unfinished[request.request_id] = state
@@ -139,28 +152,27 @@ class SchedulerSide:
             return
         if state.promise is None or state.answer is None:
             raise InvariantError(f"request {request.request_id} is given {external_tokens} unpromised tokens")
-        start = state.answer.local_blocks
-        end = start + -(-external_tokens // self._block_tokens)
-        span = BlockSpan(tuple(block_ids[start:end]), tuple(request.block_hashes[start:end]), None)
+        start = state.answer.local_tokens
+        spans = self._planner.load_spans(request.block_hashes, tables, start, start + external_tokens)
+        batch = self._planner.load_batch(request.request_id, spans)
         entry = LoadEntry(
             request.request_id,
             state.promise.owner,
-            span.block_ids,
-            span.block_hashes,
+            tuple(batch.block_ids),
+            tuple((span.group_id, name) for span in spans for name in span.block_hashes),
             external_tokens,
             # What a synchronous load and its step fill is in the engine's own cache before it is filled.
-            () if self._options.load_async else tuple(block_ids[start:]),
+            () if self._load_async else tuple(tables[0][start // self._shape.counted.block_tokens :]),
         )
         # The load owns the promise from here on: it outlives the request if that is aborted.
         state.promise = None
         state.answer = None
         state.is_loading = True
-        batch = self._planner.load_batch(request.request_id, span)
         self._admitted[request.request_id] = (self._loads.open(entry), batch)
         if self._writer is not None:
-            self._writer.note_load(len(block_ids), len(span.block_ids))
-        if not self._options.load_async:
-            self._filling.update(span.block_hashes)
+            self._writer.note_load(len(tables[0]), len(entry.block_ids))
+        if not self._load_async:
+            self._filling.update(name for _, name in entry.objects)
 
     def finish(self, request: Request) -> None:
         """The request has ended or was aborted, at whatever point; its loads and stores settle by
@@ -180,7 +192,7 @@ class SchedulerSide:
         """What the workers shall do in this step; the stores' source blocks are pinned until all have
         reported.
         """
-        meta = UMBPConnectorMetadata(async_load=self._options.load_async)
+        meta = UMBPConnectorMetadata(async_load=self._load_async)
         for request_id in compat.preempted_requests(output):
             meta.preempted_request_ids.add(request_id)
             if (state := self._requests.get(request_id)) is not None:
@@ -194,15 +206,17 @@ class SchedulerSide:
         return meta
 
     def _plan_stores(self, output: SchedulerOutput, meta: UMBPConnectorMetadata) -> None:
-        plan = self._writer.plan(output, self._unfinished) if self._writer is not None else None
-        if plan is not None:
-            meta.store_requests.update(plan.batches)
-            meta.store_event = self._stores.open(plan.entry)
+        entry = self._writer.plan(output, self._unfinished) if self._writer is not None else None
+        if entry is not None:
+            meta.store_requests.update(entry.batches)
+            meta.store_event = self._stores.open(entry)
 
     def settle(self, output: KVConnectorOutput) -> None:
         """Take in what the workers report."""
         if output.invalid_block_ids:
             self._remember_failures(output.invalid_block_ids)
+        for request_id in output.failed_recving or ():
+            self._remember_failure(request_id)
         report = output.kv_connector_worker_meta
         if not isinstance(report, UMBPConnectorWorkerMetadata):
             return
@@ -278,8 +292,8 @@ class SchedulerSide:
             return
         state.was_counted = True
         if state.answer is not None:
-            asked_blocks = state.answer.limit_blocks - state.answer.local_blocks
-            self._stats.add("asked_tokens", max(asked_blocks, 0) * self._block_tokens)
+            asked_tokens = state.answer.limit_tokens - state.answer.local_tokens
+            self._stats.add("asked_tokens", max(asked_tokens, 0))
         self._stats.add("hit_tokens", external_tokens)
         self._note(state, "admit")
 
@@ -294,8 +308,11 @@ class SchedulerSide:
         """Whether the engine's own hit has blocks that a synchronous load, of this step or one under way,
         will fill: whoever takes such a block now is lost with it if the load fails.
         """
-        hit = request.block_hashes[: computed_tokens // self._block_tokens] if self._filling else ()
-        return not self._filling.isdisjoint(hit)
+        if not self._filling:
+            return False
+        return not self._filling.isdisjoint(
+            request.block_hashes[: computed_tokens // self._shape.hash_tokens]
+        )
 
     def _remember_failures(self, invalid_block_ids: set[int]) -> None:
         """Mark every request with a failed load, so that it is computed and not promised the same again.
@@ -306,32 +323,41 @@ class SchedulerSide:
         for entry in self._loads.entries():
             if invalid_block_ids.isdisjoint(entry.block_ids):
                 continue
-            state = self._requests.get(entry.request_id)
-            if state is not None and not state.has_failed_load:
-                state.has_failed_load = True
-                self._stats.add("failed_load_requests", 1)
+            self._remember_failure(entry.request_id)
             if entry.exposed_block_ids:
                 assert self._block_pool is not None
                 exposed = entry.exposed_block_ids
                 first = min(exposed.index(block_id) for block_id in invalid_block_ids.intersection(exposed))
                 compat.hide_blocks(self._block_pool, exposed[first:])
 
+    def _remember_failure(self, request_id: str) -> None:
+        state = self._requests.get(request_id)
+        if state is not None and not state.has_failed_load:
+            state.has_failed_load = True
+            self._stats.add("failed_load_requests", 1)
+
     def _close_load(self, entry: LoadEntry, result: StoreEventResult) -> None:
-        self._filling.difference_update(entry.block_hashes)
+        self._filling.difference_update(name for _, name in entry.objects)
         self._pool.unhold(entry.owner)
-        failed = {block_hash for _, block_hash in result.failed_objects}
-        for block_hash in failed:
-            self._quarantine.add(block_hash)
-        failed_tokens = min(len(failed) * self._block_tokens, entry.tokens)
+        for one in result.failed_objects:
+            self._quarantine.add(one)
+        failed_tokens = self._failed_tokens(entry, len(result.failed_objects))
         self._stats.add("failed_load_tokens", failed_tokens)
         self._stats.add("loaded_tokens", entry.tokens - failed_tokens)
         if (state := self._requests.get(entry.request_id)) is not None:
             state.is_loading = False
 
+    def _failed_tokens(self, entry: LoadEntry, failed_blocks: int) -> int:
+        """Where a hit isn't a run of blocks, the engine drops all of a load that has lost one."""
+        if self._shape.is_chain:
+            return min(failed_blocks * self._shape.counted.block_tokens, entry.tokens)
+        return entry.tokens if failed_blocks else 0
+
     def _close_store(self, entry: StoreEntry, result: StoreEventResult) -> None:
         assert self._writer is not None
-        failed = {block_hash for _, block_hash in result.failed_objects}
-        self._writer.give_back(entry, failed, self._requests)
-        dropped = min(len(result.failed_objects), len(entry.block_ids))
-        self._stats.add("dropped_store_tokens", dropped * entry.block_tokens)
-        self._stats.add("stored_tokens", (len(entry.block_ids) - dropped) * entry.block_tokens)
+        self._writer.give_back(entry, result.failed_objects, self._requests)
+        counted = self._shape.counted.group_id
+        tokens = entry.tokens_of(counted)
+        dropped = entry.tokens_of(counted, result.failed_objects) if result.failed_objects else 0
+        self._stats.add("dropped_store_tokens", dropped)
+        self._stats.add("stored_tokens", tokens - dropped)

@@ -6,12 +6,15 @@ Scheduler thread only. An entry is opened once, and closed by the last rank's re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
-from umbp.data import StoreEventResult
+from umbp.data import BlockStoreBatch, StoreEventResult
 from umbp.errors import InvariantError
+
+StoredObject: TypeAlias = tuple[int, bytes]
+"""A cache group and the name of a block in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,7 @@ class LoadEntry:
     request_id: str
     owner: str
     block_ids: tuple[int, ...]
-    block_hashes: tuple[bytes, ...]
+    objects: tuple[StoredObject, ...]
     tokens: int
     exposed_block_ids: tuple[int, ...] = ()
     """The blocks from the load's first on, where the engine's own cache offers them already."""
@@ -29,13 +32,27 @@ class LoadEntry:
 
 @dataclass(frozen=True, slots=True)
 class StoreEntry:
-    """One step's stores: the source blocks, pinned in the engine's pool, and how many tokens they hold."""
+    """One step's stores by request: their source blocks are pinned in the engine's pool."""
 
-    block_ids: tuple[int, ...]
-    block_tokens: int
-    hashes_by_request: tuple[tuple[str, tuple[bytes, ...]], ...] = ()
+    batches: Mapping[str, BlockStoreBatch]
     behind: tuple[tuple[int, bytes | None] | None, ...] = ()
     """For blocks that were about to be evicted: the one before each in that order, by id and name."""
+
+    @property
+    def block_ids(self) -> list[int]:
+        """Every source block, once for each time that it was pinned."""
+        return [block_id for batch in self.batches.values() for block_id in batch.block_ids]
+
+    def tokens_of(self, group_id: int, among: Collection[StoredObject] | None = None) -> int:
+        """The tokens of its blocks of one cache group, or of those that are `among` these objects."""
+        return sum(
+            tokens
+            for batch in self.batches.values()
+            for group, name, tokens in zip(
+                batch.group_ids, batch.block_hashes, batch.block_sizes, strict=True
+            )
+            if group == group_id and (among is None or (group, name) in among)
+        )
 
 
 Entry = TypeVar("Entry", LoadEntry, StoreEntry)
@@ -100,31 +117,33 @@ class Ledger(Generic[Entry]):
 
 
 class Quarantine:
-    """Block hashes that failed to load, not to be promised again for a while. Bounded: the oldest leave
-    first.
-    """
+    """Objects that failed to load, not to be promised again for a while. Bounded: the oldest leave first."""
 
     def __init__(self, clock: Callable[[], float], seconds: float = 30.0, limit: int = 65_536) -> None:
         self._clock = clock
         self._seconds = seconds
         self._limit = limit
-        self._until: dict[bytes, float] = {}
+        self._until: dict[StoredObject, float] = {}
 
     def __len__(self) -> int:
         return len(self._until)
 
-    def add(self, block_hash: bytes) -> None:
-        self._until.pop(block_hash, None)
+    def add(self, one: StoredObject) -> None:
+        self._until.pop(one, None)
         while len(self._until) >= self._limit:
             del self._until[next(iter(self._until))]
-        self._until[block_hash] = self._clock() + self._seconds
+        self._until[one] = self._clock() + self._seconds
 
-    def healthy_prefix(self, block_hashes: Sequence[bytes]) -> int:
-        """How many leading hashes aren't in quarantine."""
+    def has(self, group_id: int, name: bytes) -> bool:
+        self._expire()
+        return (group_id, name) in self._until
+
+    def healthy_prefix(self, group_id: int, names: Sequence[bytes]) -> int:
+        """How many of a group's leading blocks aren't in quarantine."""
         self._expire()
         if not self._until:
-            return len(block_hashes)
-        return next((i for i, h in enumerate(block_hashes) if h in self._until), len(block_hashes))
+            return len(names)
+        return next((i for i, name in enumerate(names) if (group_id, name) in self._until), len(names))
 
     def _expire(self) -> None:
         now = self._clock()

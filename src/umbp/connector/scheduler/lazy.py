@@ -19,16 +19,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from umbp.connector import compat
-from umbp.connector.scheduler.account import StoreEntry
-from umbp.connector.scheduler.plan import GROUP, BlockSpan, Planner
+from umbp.connector.scheduler.account import StoredObject, StoreEntry
+from umbp.connector.scheduler.plan import BlockSpan, Planner
 from umbp.connector.scheduler.pool_view import PoolView
 from umbp.connector.scheduler.state import RequestState
-from umbp.connector.scheduler.write import Requests, StorePlan, storing_requests
+from umbp.connector.scheduler.write import Requests, storing_requests
 from umbp.errors import InvariantError
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
+
+GROUP = 0
+"""The one cache group of an engine whose blocks can be stored lazily."""
 
 LAZY_REQUEST = ""
 """Stands for the request of a store that no request asked for; the engine's own have a name."""
@@ -84,10 +87,9 @@ class LazyWriter:
         self._outlast_steps = False
         """Stores have been seen that were under way when the next step was planned."""
 
-    def plan(self, output: SchedulerOutput, unfinished: dict[str, RequestState]) -> StorePlan | None:
+    def plan(self, output: SchedulerOutput, unfinished: dict[str, RequestState]) -> StoreEntry | None:
         for _, state, computed_tokens in storing_requests(self._planner, output, unfinished):
-            span = self._planner.completed(state, computed_tokens, output)
-            if span is not None:
+            for span in self._planner.completed(state, computed_tokens, output):
                 self._remember(span)
         taken, fresh = compat.taken_blocks(output, self._block_tokens)
         taken += self._taken_by_loads
@@ -102,10 +104,11 @@ class LazyWriter:
             return None
         return self._store_next(max(2 * fresh, self._step_blocks // 4, 1))
 
-    def give_back(self, entry: StoreEntry, failed: set[bytes], requests: Requests) -> None:
-        for block_id in entry.block_ids:
+    def give_back(self, entry: StoreEntry, failed: set[StoredObject], requests: Requests) -> None:
+        block_ids = entry.block_ids[::-1]
+        for block_id in block_ids:
             del self._pinned[block_id]
-        self._cushion += compat.unpin_evictable(self._block_pool, entry.block_ids, entry.behind)
+        self._cushion += compat.unpin_evictable(self._block_pool, block_ids, entry.behind)
 
     def note_load(self, blocks: int, loaded_blocks: int) -> None:
         self._taken_by_loads += blocks
@@ -140,8 +143,8 @@ class LazyWriter:
         return min(int(2 * self._need), self._block_pool.num_gpu_blocks // 2)
 
     def _remember(self, span: BlockSpan) -> None:
-        parents = (span.parent_hash, *span.block_hashes[:-1])
-        for block_id, block_hash, parent_hash in zip(span.block_ids, span.block_hashes, parents, strict=True):
+        rows = zip(span.block_ids, span.block_hashes, span.parent_hashes, strict=True)
+        for block_id, block_hash, parent_hash in rows:
             name = compat.cached_name(self._block_pool, block_id)
             if name is not None and compat.hash_of_name(name) == block_hash:
                 self._origins[block_id] = Origin(name, parent_hash)
@@ -158,7 +161,7 @@ class LazyWriter:
         origin = self._origins.get(block_id)
         return origin if origin is not None and origin.name is name else None
 
-    def _store_next(self, most: int) -> StorePlan | None:
+    def _store_next(self, most: int) -> StoreEntry | None:
         """Fill the cushion up to twice what is wanted, with at most so many stores."""
         waiting = compat.next_evicted(self._block_pool, 2 * self._wanted)
         self._settle(waiting)
@@ -199,17 +202,18 @@ class LazyWriter:
             return self._free
         return max(min((self._free + pinned) // 2, self._wanted) - pinned, 0)
 
-    def _pinned_plan(self, picks: Sequence[_Pick]) -> StorePlan:
+    def _pinned_plan(self, picks: Sequence[_Pick]) -> StoreEntry:
         block_ids = tuple(pick.block_id for pick in picks)
         compat.pin_blocks(self._block_pool, block_ids)
         self._pinned.update((pick.block_id, pick.origin.name) for pick in picks)
         # The engine gives away ends before beginnings; the pool wants parents before children.
         chained = picks[::-1]
-        batch = self._planner.loose_batch(
-            LAZY_REQUEST,
+        span = BlockSpan(
+            GROUP,
             [pick.block_id for pick in chained],
             [compat.hash_of_name(pick.origin.name) for pick in chained],
             [pick.origin.parent_hash for pick in chained],
         )
-        behind = tuple(pick.behind for pick in picks)
-        return StorePlan({LAZY_REQUEST: batch}, StoreEntry(block_ids, self._block_tokens, behind=behind))
+        batch = self._planner.store_batch(LAZY_REQUEST, [span])
+        # They go back in the order in which they were taken: `give_back` reverses the batch's.
+        return StoreEntry({LAZY_REQUEST: batch}, behind=tuple(pick.behind for pick in picks))

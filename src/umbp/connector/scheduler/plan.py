@@ -1,7 +1,8 @@
 """What the workers shall move in one step: loads that were admitted, stores of blocks that the step
 completes.
 
-Scheduler thread only. What a step completes of a request is always a contiguous prefix.
+Scheduler thread only. What a step completes of a request is, group by group, a contiguous prefix but for
+blocks that no hit can ever need.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from umbp.connector import compat
+from umbp.connector.groups import CacheGroup, CacheShape, GroupKind
+from umbp.connector.hits import HitFinder
 from umbp.connector.scheduler.pool_view import PoolView
 from umbp.connector.scheduler.state import RequestState
 from umbp.data import BlockLoadBatch, BlockStoreBatch
@@ -19,60 +22,99 @@ from umbp.options import Options
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+NO_BLOCK = 0
+"""The block id that stands in a table where a request has no block, as none is needed there."""
 
-GROUP = 0
-"""The one cache group that this version keeps."""
+
+NOT_STORED = bytes(32)
+"""The name of no block."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSpan:
-    """Consecutive blocks of one request: engine block ids, and hashes beginning with the first block's
-    parent.
+    """Blocks of one request and one cache group, in order: engine block ids, names, and the names of the
+    blocks before each.
     """
 
-    block_ids: tuple[int, ...]
-    block_hashes: tuple[bytes, ...]
-    parent_hash: bytes | None
+    group_id: int
+    block_ids: Sequence[int]
+    block_hashes: Sequence[bytes]
+    parent_hashes: Sequence[bytes | None]
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+    def rows(self, chosen: Sequence[int]) -> BlockSpan:
+        """These rows of it alone."""
+        return BlockSpan(
+            self.group_id,
+            [self.block_ids[row] for row in chosen],
+            [self.block_hashes[row] for row in chosen],
+            [self.parent_hashes[row] for row in chosen],
+        )
+
+    def rest(self, first: int) -> BlockSpan:
+        """It from that row on."""
+        return BlockSpan(
+            self.group_id, self.block_ids[first:], self.block_hashes[first:], self.parent_hashes[first:]
+        )
 
 
 class Planner:
     """Turns spans of blocks into batches, and decides which blocks a step's stores take."""
 
-    def __init__(self, pool: PoolView, options: Options, block_tokens: int, writes: bool) -> None:
+    def __init__(
+        self, pool: PoolView, options: Options, shape: CacheShape, hits: HitFinder, *, writes: bool
+    ) -> None:
         self._pool = pool
-        self._block_tokens = block_tokens
+        self._shape = shape
+        self._hits = hits
         self._writes = writes
         self._with_output = options.save_decode_cache
 
-    def load_batch(self, request_id: str, span: BlockSpan) -> BlockLoadBatch:
-        """The load of one span, in keys of rank 0."""
-        groups = (GROUP,) * len(span.block_ids)
+    def load_spans(
+        self, block_hashes: Sequence[bytes], tables: Sequence[Sequence[int]], start: int, end: int
+    ) -> list[BlockSpan]:
+        """Where the engine wants tokens `[start, end)` of a request: its blocks there, of every group.
+
+        What it has no block for, it doesn't need.
+        """
+        spans = []
+        for group in self._shape.groups:
+            table = tables[group.group_id]
+            names = group.names(block_hashes)
+            first = start // group.block_tokens
+            last = min(-(-end // group.block_tokens), len(names), len(table))
+            rows = [row for row in range(first, last) if table[row] != NO_BLOCK]
+            if not rows:
+                continue
+            span = _span(group, table, names, rows)
+            if group.kind is GroupKind.STATE and rows != [end // group.block_tokens - 1]:
+                # The engine has cut the hit short of a block's end, and no state is stored for that.
+                span = BlockSpan(group.group_id, span.block_ids, [NOT_STORED] * len(rows), span.parent_hashes)
+            spans.append(span)
+        return spans
+
+    def load_batch(self, request_id: str, spans: Sequence[BlockSpan]) -> BlockLoadBatch:
+        """The load of these spans, in keys of rank 0."""
         return BlockLoadBatch(
-            self._pool.codec.keys(span.block_hashes, GROUP), span.block_ids, groups, request_id
+            [key for span in spans for key in self._pool.codec.keys(span.block_hashes, span.group_id)],
+            [block_id for span in spans for block_id in span.block_ids],
+            [span.group_id for span in spans for _ in span.block_ids],
+            request_id,
         )
 
-    def store_batch(self, request_id: str, span: BlockSpan) -> BlockStoreBatch:
-        """The store of one span, in keys of rank 0; each block's parent is the block before it."""
-        parents = (span.parent_hash, *span.block_hashes[:-1])
-        return self.loose_batch(request_id, span.block_ids, span.block_hashes, parents)
-
-    def loose_batch(
-        self,
-        request_id: str,
-        block_ids: Sequence[int],
-        block_hashes: Sequence[bytes],
-        parents: Sequence[bytes | None],
-    ) -> BlockStoreBatch:
-        """The same of blocks that need not be one prefix; each block's ancestors stand before it."""
-        count = len(block_ids)
+    def store_batch(self, request_id: str, spans: Sequence[BlockSpan]) -> BlockStoreBatch:
+        """The store of these spans, in keys of rank 0; each block's ancestors stand before it."""
+        sizes = {group.group_id: group.block_tokens for group in self._shape.groups}
         return BlockStoreBatch(
-            keys=self._pool.codec.keys(block_hashes, GROUP),
-            block_ids=block_ids,
-            group_ids=(GROUP,) * count,
-            block_hashes=block_hashes,
-            parent_block_hashes=parents,
-            token_ids=((),) * count,
-            block_sizes=(self._block_tokens,) * count,
+            keys=[key for span in spans for key in self._pool.codec.keys(span.block_hashes, span.group_id)],
+            block_ids=[block_id for span in spans for block_id in span.block_ids],
+            group_ids=[span.group_id for span in spans for _ in span.block_ids],
+            block_hashes=[block_hash for span in spans for block_hash in span.block_hashes],
+            parent_block_hashes=[parent for span in spans for parent in span.parent_hashes],
+            token_ids=((),) * sum(map(len, spans)),
+            block_sizes=[sizes[span.group_id] for span in spans for _ in span.block_ids],
             request_id=request_id,
         )
 
@@ -80,55 +122,115 @@ class Planner:
         """Whether nothing that this request may still compute is to be stored; cheap, asked in every step."""
         if self._with_output:
             return False
-        return state.request.num_prompt_tokens - state.tracker.saved_tokens < self._block_tokens
+        return state.request.num_prompt_tokens - state.tracker.saved_tokens < self._shape.least_block_tokens
 
     def completed(
         self, state: RequestState, computed_tokens: int, output: SchedulerOutput
-    ) -> BlockSpan | None:
+    ) -> list[BlockSpan]:
         """Blocks beyond the request's mark that are full once this step has run; moves the mark past them.
 
         Those of the engine's own prefix hit are among them at the request's first step.
         """
         if not self._writes or state.is_stale or not self._pool.is_open:
-            return None
-        hashes = state.request.block_hashes
-        saved, full = self._unsaved(state, computed_tokens)
-        if full <= saved:
-            return None
-        table = compat.block_table(output, state.request.request_id)
-        if table is None:
-            return None
-        full = min(full, len(table))
-        state.tracker.mark_saved(full * self._block_tokens, self._block_tokens)
-        parent = hashes[saved - 1] if saved else None
-        return BlockSpan(tuple(table[saved:full]), tuple(hashes[saved:full]), parent)
+            return []
+        request_id = state.request.request_id
+        spans = self._offered(state, compat.offered_states(output, request_id))
+        saved, tokens = self._unsaved(state, computed_tokens)
+        if all(tokens // group.block_tokens <= saved // group.block_tokens for group in self._shape.groups):
+            return spans
+        tables = compat.block_tables(output, request_id)
+        if tables is None:
+            return spans
+        tokens = min(tokens, *(len(tables[g.group_id]) * g.block_tokens for g in self._shape.groups))
+        state.tracker.mark_saved(tokens, self._shape.hash_tokens)
+        for group in self._shape.groups:
+            if group.kind is GroupKind.STATE:
+                continue
+            first, last = saved // group.block_tokens, tokens // group.block_tokens
+            span = self._full_blocks(group, tables[group.group_id], state.request.block_hashes, first, last)
+            if span is not None:
+                spans.append(span)
+        return spans
 
-    def lacking(self, span: BlockSpan) -> BlockSpan | None:
-        """The rest of a span from its first block on that some rank lacks.
+    def _full_blocks(
+        self, group: CacheGroup, table: Sequence[int], block_hashes: Sequence[bytes], first: int, last: int
+    ) -> BlockSpan | None:
+        if first >= last:
+            return None
+        names = group.names(block_hashes)
+        if group.kind is GroupKind.FULL:
+            parent = names[first - 1] if first else None
+            own = names[first:last]
+            return BlockSpan(group.group_id, table[first:last], own, (parent, *own[:-1]))
+        mask = self._hits.reachable(group.group_id, first, last)
+        rows = [
+            row
+            for row in range(first, last)
+            if table[row] != NO_BLOCK and (mask is None or mask[row - first])
+        ]
+        return _span(group, table, names, rows) if rows else None
+
+    def _offered(self, state: RequestState, offers: Sequence[tuple[int, int, int]]) -> list[BlockSpan]:
+        """States at block ends that the engine hands over in this step."""
+        spans = []
+        for group_id, block_id, tokens in offers:
+            group = self._shape.groups[group_id]
+            is_output = tokens > state.request.num_prompt_tokens
+            if tokens % group.block_tokens or (is_output and not self._with_output):
+                continue
+            names = group.names(state.request.block_hashes)
+            row = tokens // group.block_tokens - 1
+            if row < len(names):
+                parent = names[row - 1] if row else None
+                spans.append(BlockSpan(group_id, [block_id], [names[row]], [parent]))
+        return spans
+
+    def lacking(self, spans: Sequence[BlockSpan]) -> list[BlockSpan]:
+        """What of these spans some rank lacks.
+
+        Where a hit is a run of blocks, what follows the first that is lacking is of use only with it:
 
         0 ....... saved ....... present ....... full
                   | span                       |
                                 | lacking      |
         """
-        present = self._pool.present(GROUP, span.block_hashes)
-        if present >= len(span.block_ids):
-            return None
-        parent = span.block_hashes[present - 1] if present else span.parent_hash
-        return BlockSpan(span.block_ids[present:], span.block_hashes[present:], parent)
+        lacking = []
+        for span in spans:
+            if self._shape.groups[span.group_id].kind is GroupKind.FULL:
+                rest = span.rest(self._pool.present(span.group_id, span.block_hashes))
+            else:
+                found = self._pool.stored(span.group_id, span.block_hashes)
+                rest = span.rows([row for row, is_there in enumerate(found) if not is_there])
+            if len(rest):
+                lacking.append(rest)
+        return lacking
 
     def skip(self, state: RequestState, computed_tokens: int) -> int:
         """Move the request's mark past the blocks that are full once this step has run; returns their
         tokens.
         """
-        saved, full = self._unsaved(state, computed_tokens)
-        state.tracker.mark_saved(full * self._block_tokens, self._block_tokens)
-        return (full - saved) * self._block_tokens
+        block_tokens = self._shape.counted.block_tokens
+        saved, tokens = self._unsaved(state, computed_tokens)
+        state.tracker.mark_saved(tokens, self._shape.hash_tokens)
+        return (tokens // block_tokens - saved // block_tokens) * block_tokens
 
     def _unsaved(self, state: RequestState, computed_tokens: int) -> tuple[int, int]:
-        """The span `[saved, full)` of blocks beyond the request's mark that are full once this step has
-        run.
+        """The tokens `[saved, settled)` beyond the request's mark that are settled once this step has run.
+
+        Drafts are not among them: only tokens that the request keeps are hashed.
         """
         request = state.request
-        tokens = computed_tokens if self._with_output else min(computed_tokens, request.num_prompt_tokens)
-        full = min(tokens // self._block_tokens, len(request.block_hashes))
-        return min(state.tracker.saved_tokens // self._block_tokens, full), full
+        tokens = max(computed_tokens - self._shape.unsettled_tokens, 0)
+        if not self._with_output:
+            tokens = min(tokens, request.num_prompt_tokens)
+        tokens = min(tokens, len(request.block_hashes) * self._shape.hash_tokens)
+        return min(state.tracker.saved_tokens, tokens), tokens
+
+
+def _span(group: CacheGroup, table: Sequence[int], names: Sequence[bytes], rows: Sequence[int]) -> BlockSpan:
+    return BlockSpan(
+        group.group_id,
+        [table[row] for row in rows],
+        [names[row] for row in rows],
+        [names[row - 1] if row else None for row in rows],
+    )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Blocks `[start, end)` of a request that are in the pool on every rank, kept there under `owner`.
+    """Tokens `[start, end)` of a request: what they need is in the pool on every rank, kept under `owner`.
 
     0 ......... start ......... end ......... limit
     | the engine's own | promised | to compute |
@@ -28,9 +28,9 @@ class Promise:
 class Answer:
     """The last reply to the engine's question, so that asking again while nothing changed costs nothing."""
 
-    local_blocks: int
-    limit_blocks: int
-    blocks: int
+    local_tokens: int
+    limit_tokens: int
+    tokens: int
 
 
 @dataclass(slots=True, eq=False)

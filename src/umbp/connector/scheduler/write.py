@@ -7,12 +7,11 @@ the plan until every rank has reported.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from umbp.connector import compat
-from umbp.connector.scheduler.account import StoreEntry
-from umbp.connector.scheduler.plan import BlockSpan, Planner
+from umbp.connector.scheduler.account import StoredObject, StoreEntry
+from umbp.connector.scheduler.plan import Planner
 from umbp.connector.scheduler.state import RequestState
 from umbp.connector.stats import UMBPStats
 from umbp.data import BlockStoreBatch
@@ -24,24 +23,16 @@ if TYPE_CHECKING:
 Requests = Mapping[str, RequestState]
 
 
-@dataclass(frozen=True, slots=True)
-class StorePlan:
-    """What one step stores, by request, and the account of it."""
-
-    batches: dict[str, BlockStoreBatch]
-    entry: StoreEntry
-
-
 class Writer(Protocol):
     """Decides what a step stores, and pins it."""
 
-    def plan(self, output: SchedulerOutput, unfinished: dict[str, RequestState]) -> StorePlan | None:
+    def plan(self, output: SchedulerOutput, unfinished: dict[str, RequestState]) -> StoreEntry | None:
         """What the workers shall store after this step's forward; its blocks are pinned. `unfinished` are the
         requests that may still complete blocks; who can't any more is taken out.
         """
         ...
 
-    def give_back(self, entry: StoreEntry, failed: set[bytes], requests: Requests) -> None:
+    def give_back(self, entry: StoreEntry, failed: set[StoredObject], requests: Requests) -> None:
         """Every rank has reported, and `failed` could not be stored on some: take the pins away."""
         ...
 
@@ -69,36 +60,40 @@ class ThroughWriter:
     What is stored of a request is always a contiguous prefix, so that all of it can be found again.
     """
 
-    def __init__(self, planner: Planner, block_pool: BlockPool, block_tokens: int, stats: UMBPStats) -> None:
+    def __init__(
+        self, planner: Planner, block_pool: BlockPool, stats: UMBPStats, runs: frozenset[int]
+    ) -> None:
+        """`runs`: the cache groups in which a block is of use only with all before it."""
         self._planner = planner
         self._block_pool = block_pool
-        self._block_tokens = block_tokens
         self._stats = stats
+        self._runs = runs
 
-    def plan(self, output: SchedulerOutput, unfinished: dict[str, RequestState]) -> StorePlan | None:
-        spans: dict[str, BlockSpan] = {}
+    def plan(self, output: SchedulerOutput, unfinished: dict[str, RequestState]) -> StoreEntry | None:
+        batches: dict[str, BlockStoreBatch] = {}
         for request_id, state, computed_tokens in storing_requests(self._planner, output, unfinished):
             if state.has_lost_store:
                 self._stats.add("dropped_store_tokens", self._planner.skip(state, computed_tokens))
                 continue
-            span = self._planner.completed(state, computed_tokens, output)
-            if span is not None and (lacking := self._planner.lacking(span)) is not None:
-                spans[request_id] = lacking
-        if not spans:
+            spans = self._planner.completed(state, computed_tokens, output)
+            if spans and (lacking := self._planner.lacking(spans)):
+                batches[request_id] = self._planner.store_batch(request_id, lacking)
+        if not batches:
             return None
-        pinned = [block_id for span in spans.values() for block_id in span.block_ids]
-        compat.pin_blocks(self._block_pool, pinned)
-        hashes = tuple((request_id, span.block_hashes) for request_id, span in spans.items())
-        return StorePlan(
-            {request_id: self._planner.store_batch(request_id, span) for request_id, span in spans.items()},
-            StoreEntry(tuple(pinned), self._block_tokens, hashes),
-        )
+        entry = StoreEntry(batches)
+        compat.pin_blocks(self._block_pool, entry.block_ids)
+        return entry
 
-    def give_back(self, entry: StoreEntry, failed: set[bytes], requests: Requests) -> None:
+    def give_back(self, entry: StoreEntry, failed: set[StoredObject], requests: Requests) -> None:
         compat.unpin_blocks(self._block_pool, entry.block_ids)
-        for request_id, block_hashes in entry.hashes_by_request:
+        lost = {one for one in failed if one[0] in self._runs}
+        if not lost:
+            return
+        for request_id, batch in entry.batches.items():
             state = requests.get(request_id)
-            if state is not None and not failed.isdisjoint(block_hashes):
+            if state is not None and not lost.isdisjoint(
+                zip(batch.group_ids, batch.block_hashes, strict=True)
+            ):
                 state.has_lost_store = True
 
     def note_load(self, blocks: int, loaded_blocks: int) -> None:
