@@ -244,6 +244,31 @@ class TestTellsEvictionsTwice(Broken):
             return gone + gone
 
 
+class TestTellsLossesTwice(Broken):
+    class Scheduler(ReferenceSchedulerHandle):
+        def take_lost(self) -> list[tuple[int, bytes]]:
+            lost = super().take_lost()
+            return lost + lost
+
+
+class TestWatchesWhatIsNotThere(Broken):
+    class Scheduler(ReferenceSchedulerHandle):
+        def watch(self, group_id: int, block_hashes: Sequence[bytes]) -> list[bool]:
+            super().watch(group_id, block_hashes)
+            return [True] * len(block_hashes)
+
+
+class TestGoesOnWatchingWhatIsLost(Broken):
+    class Scheduler(ReferenceSchedulerHandle):
+        def take_lost(self) -> list[tuple[int, bytes]]:
+            lost = super().take_lost()
+            self._watched.update(dict.fromkeys(self.seen))
+            self.seen = [*self.seen, *lost]
+            return lost
+
+        seen: Sequence[tuple[int, bytes]] = ()
+
+
 class TestTakesWhatIsWrittenForMissing(Broken):
     class Scheduler(ReferenceSchedulerHandle):
         def lookup_states(self, keys: Sequence[str]) -> list[LookupState]:

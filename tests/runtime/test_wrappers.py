@@ -275,15 +275,17 @@ def test_the_meter_counts_holds_and_clears() -> None:
     scheduler.lookup_raw(0, hashes(3))
     scheduler.present_raw(0, hashes(3))
     scheduler.lookup_states(rig.keys(hashes(3)))
+    scheduler.watch(0, hashes(3))
     scheduler.unhold("r")
     assert scheduler.clear()
     scheduler.take_evicted_keys()
+    scheduler.take_lost()
     counts = {name: tally.items for name, tally in meter.snapshot().items()}
-    for verb in ("hold", "hold_raw", "lookup_raw", "present_raw", "lookup_states"):
+    for verb in ("hold", "hold_raw", "lookup_raw", "present_raw", "lookup_states", "watch"):
         assert counts[verb, "hit"] == 2
         assert counts[verb, "miss"] == 1
     assert counts["unhold", "ok"] == counts["clear", "ok"] == 1
-    assert counts["take_evicted_keys", "ok"] == 2
+    assert counts["take_evicted_keys", "ok"] == counts["take_lost", "ok"] == 2
 
 
 # --- common ground

@@ -45,6 +45,8 @@ class Capabilities:
     """Scheduler: `SupportsNote`."""
     evicted_keys: bool = False
     """Scheduler: `SupportsEvictedKeys`."""
+    watch: bool = False
+    """Scheduler: `SupportsWatch`."""
     attach: bool = False
     """Both: the scheduler's `SupportsAttach` needs what each worker's `SupportsHandshakeExtra` made."""
     cancel: bool = False
@@ -256,7 +258,25 @@ class SupportsEvictedKeys(Protocol):
 
     def take_evicted_keys(self) -> Sequence[str]:
         """Keys of this namespace that went since the last call, by whichever process, `clear` included; each
-        once, oldest first. The first call begins: told are keys that the handle was noted of since.
+        once, oldest first. The first call begins: told are keys that the handle was noted of since, or asked
+        to watch.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsWatch(Protocol):
+    """Capability `watch`, scheduler: by block hash, when what was there on every rank is so no more."""
+
+    def watch(self, group_id: int, block_hashes: Sequence[bytes]) -> Sequence[bool]:
+        """Whether every rank of the handle's topology has published each block; else like `lookup`. Those
+        that are there are watched from now on: none of them can go without being told.
+        """
+        ...
+
+    def take_lost(self) -> Sequence[tuple[int, bytes]]:
+        """Watched blocks, as group and hash, that some rank has lost by now, by whichever process, `clear`
+        included; each once, and not watched any more. One that is there again may be left out.
         """
         ...
 

@@ -37,6 +37,7 @@ class EmbeddedRuntime:
         presence=True,
         note=True,
         evicted_keys=True,
+        watch=True,
         attach=True,
         usage=True,
         local=True,

@@ -25,7 +25,7 @@ class NullRuntime:
     """Keeps nothing, and says so."""
 
     capabilities = Capabilities(
-        hold=True, lookup_raw=True, presence=True, lookup_states=True, note=True, cancel=True
+        hold=True, lookup_raw=True, presence=True, lookup_states=True, note=True, watch=True, cancel=True
     )
 
     def create_scheduler_handle(
@@ -70,6 +70,12 @@ class NullSchedulerHandle:
         output_tokens: int = 0,
         finish: str = "",
     ) -> None: ...
+
+    def watch(self, group_id: int, block_hashes: Sequence[bytes]) -> list[bool]:
+        return [False] * len(block_hashes)
+
+    def take_lost(self) -> list[tuple[int, bytes]]:
+        return []
 
     def clear(self) -> bool:
         return True

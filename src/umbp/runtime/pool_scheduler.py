@@ -58,7 +58,8 @@ class PoolSchedulerHandle:
         self._prefixes: dict[str, tuple[Rank, str] | None] = {}
         self._held: dict[str, list[tuple[Pool, Tickets]]] = {}
         self._held_keys: dict[str, set[str]] = {}
-        self._removed: RemovedKeys | None = None
+        self._noted: RemovedKeys | None = None
+        self._watched: RemovedKeys | None = None
 
     def bind_workers(self, extras: Mapping[Rank, HandshakeExtra]) -> None:
         self._give_back_all()
@@ -162,16 +163,43 @@ class PoolSchedulerHandle:
     ) -> None:
         hashes = list(block_hashes)
         pools = self._binding.pools()
-        if self._removed is not None:
-            self._removed.learn(pools, hashes)
+        if self._noted is not None:
+            self._noted.learn(pools, 0, hashes)
         for rank, pool in pools.items():
             pool.note_raw(self._codec.key_prefix(0, rank), hashes, phase, output_tokens, finish)
 
     def take_evicted_keys(self) -> Sequence[str]:
         pools = self._binding.pools()
-        if self._removed is None:
-            self._removed = RemovedKeys(self._codec)
-        return self._removed.take(pools)
+        if self._noted is None:
+            self._noted = RemovedKeys(self._codec.key_prefix)
+        return [
+            self._codec.key_for_namespace(block_hash, group_id, rank)
+            for rank, group_id, block_hash in self._noted.take(pools)
+        ]
+
+    def watch(self, group_id: int, block_hashes: Sequence[bytes]) -> Sequence[bool]:
+        pools = self._binding.pools()
+        if self._watched is None:
+            self._watched = RemovedKeys(self._codec.key_prefix)
+        # Followed before the lookup, so that what goes between it and the learning is told.
+        self._watched.follow(pools)
+        present = self.present_raw(group_id, block_hashes)
+        there = [block for block, is_there in zip(block_hashes, present, strict=True) if is_there]
+        if there:
+            self._watched.learn(pools, group_id, there)
+            if self._noted is not None:
+                self._noted.learn(pools, group_id, there)
+        return present
+
+    def take_lost(self) -> Sequence[tuple[int, bytes]]:
+        if self._watched is None:
+            return []
+        removed = self._watched.take(self._binding.pools())
+        lost = list(dict.fromkeys((group_id, block_hash) for _, group_id, block_hash in removed))
+        for group_id in {group_id for group_id, _ in lost}:
+            # What other ranks still have of these is of no use to anyone.
+            self._watched.forget(group_id, [block for group, block in lost if group == group_id])
+        return lost
 
     def clear(self) -> bool:
         return self._binding.clear()

@@ -61,6 +61,7 @@ class StandaloneRuntime:
         presence=True,
         note=True,
         evicted_keys=True,
+        watch=True,
         attach=True,
         usage=True,
         local=True,

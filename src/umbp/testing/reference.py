@@ -38,6 +38,7 @@ class ReferenceRuntime:
         lookup_states=True,
         note=True,
         evicted_keys=True,
+        watch=True,
         attach=True,
         cancel=True,
         usage=True,
@@ -125,6 +126,7 @@ class ReferenceSchedulerHandle:
         self._is_bound = False
         self._is_closed = False
         self._told = len(shelf.evicted)
+        self._watched: dict[tuple[int, bytes], None] = {}
 
     @property
     def _is_mute(self) -> bool:
@@ -188,6 +190,19 @@ class ReferenceSchedulerHandle:
         gone = self._shelf.evicted[self._told :]
         self._told = len(self._shelf.evicted)
         return [key for key in gone if key.startswith(self._prefix)]
+
+    def watch(self, group_id: int, block_hashes: Sequence[bytes]) -> list[bool]:
+        present = self.present_raw(group_id, block_hashes)
+        for block_hash, is_there in zip(block_hashes, present, strict=True):
+            if is_there:
+                self._watched[group_id, block_hash] = None
+        return present
+
+    def take_lost(self) -> list[tuple[int, bytes]]:
+        lost = [block for block in self._watched if not all(self.lookup(self._keys(*block)))]
+        for block in lost:
+            del self._watched[block]
+        return lost
 
     def clear(self) -> bool:
         if self._is_mute:

@@ -133,6 +133,18 @@ class MeteredSchedulerHandle(PassingSchedulerHandle):
         self._meter.add("take_evicted_keys", "ok", len(keys), self._meter.clock() - begun)
         return keys
 
+    def watch(self, group_id: int, block_hashes: Sequence[bytes]) -> Sequence[bool]:
+        begun = self._meter.clock()
+        hits = super().watch(group_id, block_hashes)
+        self._count("watch", sum(hits), len(block_hashes), begun)
+        return hits
+
+    def take_lost(self) -> Sequence[tuple[int, bytes]]:
+        begun = self._meter.clock()
+        lost = super().take_lost()
+        self._meter.add("take_lost", "ok", len(lost), self._meter.clock() - begun)
+        return lost
+
     def _count(self, verb: str, hits: int, asked: int, begun: float) -> None:
         self._meter.add_split(verb, ("hit", hits), ("miss", asked - hits), self._meter.clock() - begun)
 

@@ -37,6 +37,7 @@ class AnyScheduler(
     base.SupportsLookupStates,
     base.SupportsNote,
     base.SupportsEvictedKeys,
+    base.SupportsWatch,
     base.SupportsAttach,
     Protocol,
 ):
@@ -88,6 +89,12 @@ class PassingSchedulerHandle:
 
     def take_evicted_keys(self) -> Sequence[str]:
         return self._inner.take_evicted_keys()
+
+    def watch(self, group_id: int, block_hashes: Sequence[bytes]) -> Sequence[bool]:
+        return self._inner.watch(group_id, block_hashes)
+
+    def take_lost(self) -> Sequence[tuple[int, bytes]]:
+        return self._inner.take_lost()
 
     def bind_workers(self, extras: Mapping[Rank, HandshakeExtra]) -> None:
         self._inner.bind_workers(extras)

@@ -30,6 +30,7 @@ class CallsContract(ContractSupport):
             (stated.lookup_states, base.SupportsLookupStates),
             (stated.note, base.SupportsNote),
             (stated.evicted_keys, base.SupportsEvictedKeys),
+            (stated.watch, base.SupportsWatch),
             (stated.attach, base.SupportsAttach),
         ]
         worker_extras = [

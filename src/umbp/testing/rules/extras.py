@@ -185,6 +185,44 @@ class ExtrasContract(ContractSupport):
         assert sorted(teller.take_evicted_keys()) == sorted(there)
         assert list(teller.take_evicted_keys()) == []
 
+    def test_a_watched_block_is_told_as_lost_once(self, rig: Rig) -> None:
+        self.needs(rig, "watch")
+        teller = cast(base.SupportsWatch, rig.scheduler)
+        assert list(teller.take_lost()) == []
+        chain, absent = hashes(3), hashes(2, "absent")
+        there = self.put(rig, chain)
+        watched = list(teller.watch(0, [*chain, *absent]))
+        assert watched[3:] == [False] * 2
+        found = [block for block, is_there in zip(chain, watched, strict=False) if is_there]
+        assert set(rig.keys(found)) <= there
+        assert self.may_fail or rig.keys(found) == sorted(there, key=rig.keys(chain).index)
+        assert list(teller.watch(0, [])) == []
+        assert list(teller.take_lost()) == []
+        assert rig.scheduler.clear()
+        assert sorted(teller.take_lost()) == sorted((0, block) for block in found)
+        assert list(teller.take_lost()) == []
+        self.put(rig, chain)
+        assert rig.scheduler.clear()
+        assert list(teller.take_lost()) == [], "what has been told as lost is not watched any more"
+
+    @pytest.mark.parametrize("tp_size", [1, 2])
+    def test_a_block_is_watched_if_every_rank_has_it(
+        self, make_rig: Callable[..., Rig], tp_size: int
+    ) -> None:
+        rig = self.rig_of(make_rig, tp_size)
+        self.needs(rig, "watch")
+        teller = cast(base.SupportsWatch, rig.scheduler)
+        (block,) = hashes(1)
+        there: set[str] = set()
+        for rank in rig.ranks:
+            assert list(teller.watch(0, [block])) == [False]
+            plans = rank.store_plans("batch", [block], [0])
+            there |= self.published(rank, self.finished(rank, rank.worker.store(plans)))
+        is_watched = there == set(rig.keys([block]))
+        assert list(teller.watch(0, [block])) == [is_watched]
+        assert rig.scheduler.clear()
+        assert list(teller.take_lost()) == ([(0, block)] if is_watched else [])
+
     def test_an_unbound_scheduler_misses_everything(self, rig: Rig) -> None:
         self.needs(rig, "attach")
         chain = hashes(2)
