@@ -18,10 +18,10 @@ from umbp.connector.identity import worker_namespace
 from umbp.connector.scheduler import SchedulerSide
 from umbp.connector.scheduler.pool_view import PoolView
 from umbp.connector.worker import WorkerSide
-from umbp.data import KVLayoutPlanner, KVRegion, RankTopology
+from umbp.data import EngineTopology, KVLayoutPlanner, KVRegion
 from umbp.data.identity import layer_spec
 from umbp.options import Options, parse_options
-from umbp.runtime.base import IUMBPRuntime
+from umbp.runtime.base import IUMBPRuntime, capabilities_of
 from umbp.runtime.factory import create_runtime, plug_in_modes
 from umbp.runtime.wrap.faulty import FAULTS_VARIABLE, FaultPlan, FaultyRuntime
 
@@ -33,10 +33,12 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     options = _checked_options(vllm_config, kv_cache_config)
     support.warn_of_risks(vllm_config, options)
     logger.info("UMBP: %s", options.describe())
-    topology = RankTopology.from_vllm_config(vllm_config)
+    topology = EngineTopology.from_vllm_config(vllm_config)
+    runtime = _runtime(options)
+    support.require_heard_workers(topology, options, capabilities_of(runtime))
     transfer = _transfer(vllm_config)
     return SchedulerSide(
-        PoolView(_runtime(options), topology, kv_cache_config.kv_tp_replicas),
+        PoolView(runtime, topology),
         options,
         compat.cache_shape(vllm_config, kv_cache_config),
         HitFinder(vllm_config, kv_cache_config),
@@ -51,12 +53,17 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerSide:
     """One rank's half; raises `ConfigError` or `SegmentError` of one sentence for what can't be served."""
     options = _checked_options(vllm_config, kv_cache_config)
+    topology = EngineTopology.from_vllm_config(vllm_config)
+    runtime = _runtime(options)
+    support.require_heard_workers(topology, options, capabilities_of(runtime))
+    planner = object_planner(kv_cache_config)
+    support.require_layers(topology, planner)
     return WorkerSide(
-        _runtime(options),
+        runtime,
         options,
         worker_namespace(vllm_config, kv_cache_config),
-        RankTopology.from_vllm_config(vllm_config),
-        object_planner(kv_cache_config),
+        topology,
+        planner,
         kv_tp_replicas=kv_cache_config.kv_tp_replicas,
         fails_by_request=not compat.cache_shape(vllm_config, kv_cache_config).is_chain,
     )

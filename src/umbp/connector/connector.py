@@ -29,9 +29,9 @@ from umbp.connector import compat
 from umbp.connector.build import build_scheduler_side, build_worker_side, check_options
 from umbp.connector.scheduler import SchedulerSide
 from umbp.connector.stats import UMBPPromMetrics, UMBPStats
-from umbp.connector.wire import UMBPConnectorMetadata, UMBPHandshakeMetadata
+from umbp.connector.wire import UMBPConnectorMetadata, reports_by_rank
 from umbp.connector.worker import WorkerSide
-from umbp.data import RankTopology
+from umbp.data import EngineTopology
 
 if TYPE_CHECKING:
     import torch
@@ -82,14 +82,8 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        topology = RankTopology.from_vllm_config(self._vllm_config)
-        reports = {}
-        for rank in topology.all_namespaces():
-            tp, _, _, pp = rank
-            report = metadata.get((pp, tp))
-            if isinstance(report, UMBPHandshakeMetadata):
-                reports[rank] = report
-        self.scheduler_side.bind_workers(reports)
+        topology = EngineTopology.from_vllm_config(self._vllm_config)
+        self.scheduler_side.bind_workers(reports_by_rank(metadata, topology))
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self.scheduler_side.bind_block_pool(gpu_block_pool)

@@ -36,7 +36,8 @@ def worker_namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
 def format_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, object]:
     """What the second digest is taken over, as JSON values."""
     cache = vllm_config.cache_config
-    return {
+    parallel = vllm_config.parallel_config
+    facts: dict[str, object] = {
         "attention": compat.attention_formats(vllm_config, kv_cache_config),
         "cache_dtype": str(cache.cache_dtype),
         "dtype": str(vllm_config.model_config.dtype),
@@ -46,3 +47,7 @@ def format_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dic
         "kv_layout": kv_cache_config.kv_cache_layout,
         "object_format": OBJECT_FORMAT,
     }
+    if parallel.decode_context_parallel_size > 1:
+        # Which tokens of a block are whose; only here, so that other engines' namespaces stay what they were.
+        facts["context_interleave"] = parallel.cp_kv_cache_interleave_size
+    return facts

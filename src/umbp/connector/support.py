@@ -9,21 +9,16 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from umbp.connector import compat
+from umbp.data import KVLayoutPlanner, RankTopology
 from umbp.errors import ConfigError
 from umbp.options import Options
+from umbp.runtime.base import Capabilities
 
 logger = init_logger("vllm.umbp")
 
 
 def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise a one-sentence `ConfigError` for an engine whose KV cache this version can't keep."""
-    parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        _refuse(f"pipeline parallelism (pipeline_parallel_size={parallel.pipeline_parallel_size})")
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        _refuse(f"prefill context parallelism (size {parallel.prefill_context_parallel_size})")
-    if parallel.decode_context_parallel_size > 1:
-        _refuse(f"decode context parallelism (size {parallel.decode_context_parallel_size})")
     reason = compat.unsupported_cache_group(kv_cache_config)
     if reason is not None:
         _refuse(reason)
@@ -43,14 +38,38 @@ def require_shareable_hashes(vllm_config: VllmConfig, options: Options) -> None:
         )
 
 
+def require_heard_workers(topology: RankTopology, options: Options, can: Capabilities) -> None:
+    """Refuse a pool for each worker where vLLM doesn't hand on what every worker reports."""
+    if topology.pcp_size > 1 and topology.dcp_size == 1 and can.attach and not can.shared:
+        raise ConfigError(
+            f"mode {options.mode!r} can't serve prefill context parallelism of {topology.pcp_size} alone, "
+            f"where vLLM hands on what one worker of {topology.pcp_size} reports: use mode 'standalone', or "
+            "decode context parallelism too"
+        )
+
+
+def require_layers(topology: RankTopology, planner: KVLayoutPlanner) -> None:
+    """Refuse a pipeline stage that keeps no KV at all: there is nothing that its blocks could be found by."""
+    if not planner.regions:
+        raise ConfigError(
+            f"UMBP can't serve a pipeline whose stage {topology.pp_rank} has no layer with a KV cache: give "
+            "it one by VLLM_PP_LAYER_PARTITION, or start vLLM without --kv-transfer-config"
+        )
+
+
 def require_safe_loads(vllm_config: VllmConfig, options: Options) -> None:
     """Refuse synchronous loads where the engine plans a step before the results of the last are in: there it
     goes on computing from a load that has failed, and may never end.
     """
     if not options.load_async and vllm_config.max_concurrent_batches > 1:
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            what, remedy = "fills a pipeline", "leave the option out"
+        else:
+            what = "schedules asynchronously"
+            remedy = "leave the option out, or start vLLM with --no-async-scheduling"
         raise ConfigError(
-            "option 'load_async': false is not safe while vLLM schedules asynchronously, which then goes on "
-            "from a load that has failed: leave the option out, or start vLLM with --no-async-scheduling"
+            f"option 'load_async': false is not safe while vLLM {what}, which then goes on "
+            f"from a load that has failed: {remedy}"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -11,7 +11,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from umbp.data import BlockLoadBatch, BlockStoreBatch, BlockTransferPlan, StoreEventResult
+from umbp.data import (
+    BlockLoadBatch,
+    BlockStoreBatch,
+    BlockTransferPlan,
+    Rank,
+    RankTopology,
+    StoreEventResult,
+)
 from umbp.runtime.base import HandshakeExtra
 
 
@@ -65,6 +72,29 @@ class UMBPHandshakeMetadata(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True)
 class UMBPPoolHandshakeMetadata(UMBPHandshakeMetadata):
-    """The same, with what the worker's runtime made and the scheduler's must attach to."""
+    """The same with what the worker's runtime made, to which the scheduler's must attach, and what of the
+    model's KV the worker keeps. The scheduler itself sees the first pipeline stage's alone.
+    """
 
     extra: HandshakeExtra = field(default_factory=dict)
+    kv_tp_replicas: int = 1
+    group_ids: tuple[int, ...] | None = None
+    """The cache groups that have layers on this rank; a pipeline stage may have none of some."""
+
+
+def reports_by_rank(
+    metadata: Mapping[tuple[int, int], object], topology: RankTopology
+) -> dict[Rank, UMBPHandshakeMetadata]:
+    """What vLLM hands on of the workers' reports, by rank; a rank that reported nothing is left out.
+
+    vLLM's key is (pp, tp), with tp counted through the prefill-context ranks where decode context is on.
+    Where it is off those share a key, and only one of them is heard: they hold the same KV, and the one
+    stands for all.
+    """
+    reports = {}
+    for rank in topology.all_namespaces():
+        tp, pcp, _, pp = rank
+        report = metadata.get((pp, tp if topology.dcp_size == 1 else tp + pcp * topology.tp_size))
+        if isinstance(report, UMBPHandshakeMetadata):
+            reports[rank] = report
+    return reports

@@ -85,6 +85,8 @@ class WorkerSide:
         self._rank_number = topology.all_namespaces().index(self._rank)
         self._codec = BlockIdentityCodec(namespace.value, *_codec_ranks(topology))
         self._planned_layers = {region.layer_name for region in planner.regions}
+        self._group_ids = {region.group_id for region in planner.regions}
+        self._kv_tp_replicas = kv_tp_replicas
         self._timeout_s = options.timeout_ms / 1000
         self._clock = clock
         self._nap = nap
@@ -116,9 +118,10 @@ class WorkerSide:
         self._copies_in_place = self._can.local and devices <= {"cpu"}
 
     def handshake(self) -> UMBPHandshakeMetadata:
-        if not self._can.attach:
-            return UMBPHandshakeMetadata(self._namespace.value)
-        return UMBPPoolHandshakeMetadata(self._namespace.value, dict(self._handle.handshake_extra()))
+        extra = dict(self._handle.handshake_extra()) if self._can.attach else {}
+        return UMBPPoolHandshakeMetadata(
+            self._namespace.value, extra, self._kv_tp_replicas, tuple(sorted(self._group_ids))
+        )
 
     def close(self) -> None:
         """End all jobs and let the engine's memory go."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from umbp.data.identity import BlockIdentityCodec, Rank, RankTopology, UMBPNamespace
+from umbp.data.identity import BlockIdentityCodec, EngineTopology, Rank, RankTopology, UMBPNamespace
 from umbp.data.jobs import StoreEventResult, TransferJobState, TransferJobStatus
 from umbp.data.layout import KVLayoutDescriptor, KVLayoutPlanner, KVRange, KVRegion, TensorLike
 from umbp.data.plans import (
@@ -28,6 +28,7 @@ __all__ = [
     "BlockLoadBatch",
     "BlockStoreBatch",
     "BlockTransferPlan",
+    "EngineTopology",
     "KVLayoutDescriptor",
     "KVLayoutPlanner",
     "KVRange",

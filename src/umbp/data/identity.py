@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from umbp.errors import ConfigError
 
@@ -132,7 +132,7 @@ class RankTopology:
                 raise ValueError(f"{dim}_rank must lie in [0, {size}), not {rank}")
 
     @classmethod
-    def from_vllm_config(cls, vllm_config: Any) -> RankTopology:
+    def from_vllm_config(cls, vllm_config: Any) -> Self:
         """Workers are numbered [pp, pcp, tp], tp innermost; dcp splits the tp workers and adds none."""
         parallel = vllm_config.parallel_config
         tp = getattr(parallel, "tensor_parallel_size", 1)
@@ -164,6 +164,36 @@ class RankTopology:
             for pcp in range(self.pcp_size)
             for tp in range(self.tp_size)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTopology(RankTopology):
+    """The shape of an engine that is running, or of one of its pipeline stages: then only the stage's ranks
+    are there, and keep their places in the engine.
+
+    Decode context may span the pcp axis, without dividing tp. The dcp entry of a rank's place then names no
+    group of the engine's; the other three tell ranks apart.
+    """
+
+    stage: int | None = None
+
+    @property
+    def rank_count(self) -> int:
+        return self.pcp_size * self.tp_size * (self.pp_size if self.stage is None else 1)
+
+    def all_namespaces(self) -> tuple[Rank, ...]:
+        return tuple(
+            (tp, pcp, tp % self.dcp_size, pp)
+            for pp in (range(self.pp_size) if self.stage is None else (self.stage,))
+            for pcp in range(self.pcp_size)
+            for tp in range(self.tp_size)
+        )
+
+    def stages(self) -> tuple[EngineTopology, ...]:
+        """The pipeline's stages, first to last; the whole engine where it has one only."""
+        if self.pp_size == 1:
+            return (self,)
+        return tuple(dataclasses.replace(self, stage=stage) for stage in range(self.pp_size))
 
 
 @dataclass(frozen=True, slots=True)

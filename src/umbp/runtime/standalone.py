@@ -63,6 +63,7 @@ class StandaloneRuntime:
         evicted_keys=True,
         watch=True,
         attach=True,
+        shared=True,
         usage=True,
         local=True,
     )
@@ -100,8 +101,13 @@ class StandaloneRuntime:
 
 
 def _standing_for(rank: Rank, layout: KVLayoutDescriptor) -> Rank:
-    """The first of the ranks that hold the same KV as this one; objects are stored under its keys."""
+    """The first of the ranks that hold the same KV as this one; objects are stored under its keys.
+
+    Prefill-context ranks share out the computing alone; decode context is what cuts KV between ranks.
+    """
     tp, pcp, dcp, pp = rank
+    if layout.topology.dcp_size == 1:
+        pcp = 0
     return tp - tp % layout.kv_tp_replicas, pcp, dcp, pp
 
 

@@ -30,12 +30,10 @@ from umbp.connector.wire import (
     UMBPConnectorMetadata,
     UMBPConnectorWorkerMetadata,
     UMBPHandshakeMetadata,
-    UMBPPoolHandshakeMetadata,
 )
 from umbp.data import BlockLoadBatch, Rank, StoreEventResult
 from umbp.errors import InvariantError
 from umbp.options import Options
-from umbp.runtime.base import HandshakeExtra
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -119,11 +117,7 @@ class SchedulerSide:
         """Adopt the workers' namespace and attach to their pools; called at start, and again after a
         sleep.
         """
-        extras: dict[Rank, HandshakeExtra] = {
-            rank: report.extra if isinstance(report, UMBPPoolHandshakeMetadata) else {}
-            for rank, report in reports.items()
-        }
-        self._pool.open({rank: report.namespace for rank, report in reports.items()}, extras)
+        self._pool.open(reports)
 
     # One request
 

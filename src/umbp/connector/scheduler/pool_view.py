@@ -1,4 +1,4 @@
-"""The pool as the scheduler sees it: a runtime's handle with whatever it can do, behind a few questions.
+"""The pool as the scheduler sees it: all pipeline stages as one, behind a few questions.
 
 Scheduler thread only. This is the edge where a runtime's faults stop: whatever goes wrong is a miss, said
 once a minute.
@@ -6,15 +6,18 @@ once a minute.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 from vllm.logger import init_logger
 
-from umbp.data import BlockIdentityCodec, KVLayoutDescriptor, Rank, RankTopology, UMBPNamespace
+from umbp.connector.scheduler.stage import Reports, Stage, namespace_of
+from umbp.data import BlockIdentityCodec, EngineTopology
 from umbp.errors import ConfigError
-from umbp.runtime.base import HandshakeExtra, IUMBPRuntime, capabilities_of
+from umbp.runtime.base import IUMBPRuntime, capabilities_of
 
 logger = init_logger("vllm.umbp")
 
@@ -22,70 +25,75 @@ T = TypeVar("T")
 
 
 class PoolView:
-    """Misses everything until `open`; never raises after it."""
+    """Misses everything until `open`; never raises after it. A block is there if every stage that has layers
+    of its cache group has it.
+    """
 
-    def __init__(self, runtime: IUMBPRuntime, topology: RankTopology, kv_tp_replicas: int = 1) -> None:
+    def __init__(self, runtime: IUMBPRuntime, topology: EngineTopology) -> None:
         self._runtime = runtime
-        self._kv_tp_replicas = kv_tp_replicas
         self._can = capabilities_of(runtime)
         self._topology = topology
-        self._handle: Any = None
+        self._stages: tuple[Stage, ...] = ()
         self._codec: BlockIdentityCodec | None = None
+        self._parts: dict[str, list[str]] = {}
+        """The names under which stages hold what an owner has, where there are several stages."""
+        self._part_numbers = itertools.count()
         self._last_complaint_s = float("-inf")
 
     @property
     def is_open(self) -> bool:
-        return self._handle is not None
+        return bool(self._stages)
 
     @property
     def codec(self) -> BlockIdentityCodec:
-        """Keys of rank 0 in the engine's namespace; workers rewrite them to their own rank."""
+        """Keys of rank 0 in the first stage's namespace; workers rewrite them to their own rank and
+        namespace.
+        """
         if self._codec is None:
             raise RuntimeError("the pool is not open yet")
         return self._codec
 
-    def open(self, namespaces: Mapping[Rank, str], extras: Mapping[Rank, HandshakeExtra]) -> None:
-        """Adopt what the workers report; `ConfigError` where they disagree. Again after a sleep: binds
-        anew.
+    def open(self, reports: Reports) -> None:
+        """Adopt what the workers report; `ConfigError` where those of one stage disagree. Again after a
+        sleep: binds anew.
         """
         ranks = self._topology.rank_count
-        if len(namespaces) < ranks:
+        if len(reports) < ranks:
             raise ConfigError(
-                f"{len(namespaces)} of {ranks} workers reported what they keep; "
+                f"{len(reports)} of {ranks} workers reported what they keep; "
                 "every worker of the engine must run this connector"
             )
-        distinct = sorted(set(namespaces.values()))
-        if len(distinct) != 1:
-            raise ConfigError(
-                f"the engine's workers derived {len(distinct)} namespaces ({', '.join(distinct)}): their KV "
-                "formats differ, as on hosts with different CPUs or GPUs; run all ranks on equal hardware, "
-                "or set key_namespace"
+        places = self._topology.stages()
+        namespaces = [namespace_of(place, reports) for place in places]
+        if not self._stages:
+            self._stages = tuple(
+                Stage(self._runtime, self._can, place, namespace, reports[place.all_namespaces()[0]])
+                for place, namespace in zip(places, namespaces, strict=True)
             )
-        namespace = UMBPNamespace(distinct[0])
-        if self._handle is None:
-            self._codec = BlockIdentityCodec(namespace.value)
-            layout = KVLayoutDescriptor((), self._topology, kv_tp_replicas=self._kv_tp_replicas)
-            self._handle = self._runtime.create_scheduler_handle(namespace, self._topology, layout)
-        if self._can.attach:
-            self._handle.bind_workers(extras)
+            self._codec = self._stages[0].codec
+        for stage in self._stages:
+            stage.bind(reports)
 
     def present(self, group_id: int, hashes: Sequence[bytes]) -> int:
         """How many leading blocks of a cache group every rank has at this moment."""
-        if self._can.lookup_raw:
-            return self._ask(lambda handle: int(handle.lookup_raw(group_id, hashes)), 0)
-        keys = self._rank_keys(group_id, hashes)
-        found: list[bool] = self._ask(lambda handle: list(handle.lookup(keys)), [])
-        return self._whole_blocks(next((i for i, hit in enumerate(found) if not hit), len(found)))
+        return self._ask(lambda: self._present(group_id, hashes), 0)
+
+    def _present(self, group_id: int, hashes: Sequence[bytes]) -> int:
+        keepers = self._keepers(group_id)
+        count = len(hashes) if keepers else 0
+        for stage in keepers:
+            if count:
+                count = stage.present(group_id, hashes[:count])
+        return count
 
     def stored(self, group_id: int, hashes: Sequence[bytes]) -> list[bool]:
         """Which blocks of a cache group every rank has at this moment; they need not be one prefix."""
         nothing = [False] * len(hashes)
-        if self._can.presence:
-            return self._ask(lambda handle: list(handle.present_raw(group_id, hashes)), nothing)
-        ranks = self._topology.rank_count
-        keys = self._rank_keys(group_id, hashes)
-        found: list[bool] = self._ask(lambda handle: list(handle.lookup(keys)), [False] * len(keys))
-        return [all(found[first : first + ranks]) for first in range(0, len(found), ranks)]
+        keepers = self._keepers(group_id)
+        if not keepers:
+            return nothing
+        columns = self._ask(lambda: [stage.stored(group_id, hashes) for stage in keepers], [nothing])
+        return [all(found) for found in zip(*columns, strict=True)]
 
     def hold(self, owner: str, group_id: int, hashes: Sequence[bytes]) -> int:
         """How many leading blocks of a cache group every rank has; kept there until `unhold(owner)` where the
@@ -93,48 +101,71 @@ class PoolView:
         """
         if not self._can.hold:
             return self.present(group_id, hashes)
-        if self._can.lookup_raw:
-            return self._ask(lambda handle: int(handle.hold_raw(owner, group_id, hashes)), 0)
-        keys = self._rank_keys(group_id, hashes)
-        return self._whole_blocks(self._ask(lambda handle: int(handle.hold(owner, keys)), 0))
+        if len(self._stages) == 1:
+            return self._ask(lambda: self._stages[0].hold(owner, group_id, hashes), 0)
+        return self._hold_everywhere(owner, group_id, hashes[: self.present(group_id, hashes)])
+
+    def _hold_everywhere(self, owner: str, group_id: int, hashes: Sequence[bytes]) -> int:
+        """Hold, stage by stage, what all of them had a moment ago.
+
+        A stage that has lost blocks meanwhile leaves the others with a surplus. A runtime gives back all of
+        an owner's holds or none: so what is common is held anew, under another name, and then the first hold
+        is given back.
+        """
+        keepers = self._keepers(group_id)
+        count = len(hashes)
+        surplus = None
+        while count:
+            part = f"{owner}/{next(self._part_numbers)}"
+            wanted = hashes[:count]
+            held = self._ask(partial(_hold_part, keepers, part, group_id, wanted), 0)
+            if surplus is not None:
+                self._unhold_part(surplus)
+            if held == count:
+                self._parts.setdefault(owner, []).append(part)
+                return count
+            surplus, count = part, held
+        if surplus is not None:
+            self._unhold_part(surplus)
+        return 0
 
     def unhold(self, owner: str) -> None:
         """Give back what `owner` holds; an owner without holds is fine."""
-        if self._can.hold:
-            self._ask(lambda handle: handle.unhold(owner), None)
+        if not self._can.hold:
+            return
+        parts = (owner,) if len(self._stages) == 1 else self._parts.pop(owner, ())
+        for part in parts:
+            self._unhold_part(part)
+
+    def _unhold_part(self, part: str) -> None:
+        for stage in self._stages:
+            self._ask(partial(stage.unhold, part), None)
 
     def note(
         self, request_id: str, phase: str, hashes: Sequence[bytes], output_tokens: int, finish: str
     ) -> None:
         """Tell the eviction policy of a request, where the runtime listens."""
-        if self._can.note:
-            self._ask(lambda handle: handle.note(request_id, phase, hashes, output_tokens, finish), None)
+        if not self._can.note:
+            return
+        for stage in self._stages:
+            self._ask(partial(stage.handle.note, request_id, phase, hashes, output_tokens, finish), None)
 
     def clear(self) -> bool:
-        """Remove the namespace's objects; True where nothing is left, also if nothing was ever opened."""
-        if self._handle is None:
-            return True
-        return self._ask(lambda handle: bool(handle.clear()), False)
+        """Remove the objects of all stages; True where nothing is left, also if nothing was ever opened."""
+        cleared = [bool(self._ask(stage.handle.clear, False)) for stage in self._stages]
+        return all(cleared)
 
     def close(self) -> None:
-        self._ask(lambda handle: handle.close(), None)
-        self._handle = None
+        for stage in self._stages:
+            self._ask(stage.handle.close, None)
+        self._stages = ()
 
-    def _rank_keys(self, group_id: int, hashes: Sequence[bytes]) -> list[str]:
-        return [
-            key
-            for block_hash in hashes
-            for key in self.codec.keys_for_topology(block_hash, self._topology, (group_id,))
-        ]
+    def _keepers(self, group_id: int) -> list[Stage]:
+        return [stage for stage in self._stages if stage.keeps(group_id)]
 
-    def _whole_blocks(self, keys: int) -> int:
-        return keys // self._topology.rank_count
-
-    def _ask(self, question: Callable[[Any], T], otherwise: T) -> T:
-        if self._handle is None:
-            return otherwise
+    def _ask(self, question: Callable[[], T], otherwise: T) -> T:
         try:
-            return question(self._handle)
+            return question()
         except Exception:
             # The edge to code that may not be ours: a fault there must cost a recomputation, never the
             # engine.
@@ -145,3 +176,8 @@ class PoolView:
                     "UMBP: the runtime failed a question of the scheduler; answering with a miss"
                 )
             return otherwise
+
+
+def _hold_part(stages: Sequence[Stage], part: str, group_id: int, hashes: Sequence[bytes]) -> int:
+    """How many of these leading blocks all stages hold now; some stages may hold more."""
+    return min(stage.hold(part, group_id, hashes) for stage in stages)
