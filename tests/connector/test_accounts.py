@@ -234,7 +234,7 @@ def test_an_entry_closes_once_when_every_rank_has_reported() -> None:
 
 def test_an_audit_finds_an_entry_that_should_be_closed() -> None:
     ledger: Ledger[LoadEntry] = Ledger(1, lambda entry, result: None)
-    event = ledger.open(LoadEntry("r", "r#0", (1,), ((0, b"a"),), BLOCK))
+    event = ledger.open(LoadEntry("r", "r#0", (1,), ((0, b"a"),), BLOCK, 0.0))
     assert [entry.request_id for entry in ledger.entries()] == ["r"]
     ledger._open[event].result.completed_workers = 1
     with pytest.raises(InvariantError, match="has all reports"):

@@ -266,6 +266,22 @@ def test_a_hit_that_is_too_small_to_pay_is_computed(make_pool: Any, make_engine:
     assert engine.restored_tokens() == 4 * BLOCK
 
 
+@RANKS
+def test_what_hits_are_worth_is_learned_from_steps_and_loads(
+    make_pool: Any, make_engine: Any, ranks: int
+) -> None:
+    engine = make_engine(make_pool(), {"min_load_tokens": "measured"}, ranks=ranks)
+    for seed in range(6):
+        engine.run(tokens(100, seed), 40)
+        engine.forget_prefixes()
+        engine.run(tokens(100, seed), 40)
+    worth = engine.connector.scheduler_side._worth
+    assert worth._loads.count == 6
+    assert worth._steps.count >= 12
+    assert worth._steps.slope > 0
+    engine.check_drained()
+
+
 def test_without_lookup_nothing_is_restored_and_all_is_stored(make_pool: Any, make_engine: Any) -> None:
     engine = make_engine(make_pool(), {"enable_lookup": False})
     engine.run(tokens(100))

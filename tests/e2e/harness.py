@@ -97,7 +97,7 @@ class EngineSpec:
                 "kv_connector_module_path": "umbp.connector",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": dict(self.connector),
+                "kv_connector_extra_config": {"min_load_tokens": 0} | dict(self.connector),
             }
         transfer |= dict(self.transfer)
         if transfer:

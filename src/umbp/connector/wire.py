@@ -34,6 +34,8 @@ class UMBPConnectorMetadata(KVConnectorMetadata):
     store_event: int = -1
     load_events: dict[str, int] = field(default_factory=dict)
     """The event number of each load of `load_requests`, by request."""
+    timed_step: int = -1
+    """A number that the workers' reports of this step carry, where its duration is wanted."""
 
     def iter_store_plans(self) -> Iterator[BlockTransferPlan]:
         """Loose plans, then each request's."""
@@ -52,6 +54,7 @@ class UMBPConnectorWorkerMetadata(KVConnectorWorkerMetadata):
 
     store_events: dict[int, StoreEventResult] = field(default_factory=dict)
     load_events: dict[int, StoreEventResult] = field(default_factory=dict)
+    timed_step: int = -1
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> UMBPConnectorWorkerMetadata:
         """Take in another worker's report and return self; nothing is shared with `other` afterwards."""
@@ -60,6 +63,7 @@ class UMBPConnectorWorkerMetadata(KVConnectorWorkerMetadata):
         for mine, theirs in ((self.store_events, other.store_events), (self.load_events, other.load_events)):
             for event, result in theirs.items():
                 mine.setdefault(event, StoreEventResult()).merge(result)
+        self.timed_step = max(self.timed_step, other.timed_step)
         return self
 
 

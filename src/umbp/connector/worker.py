@@ -134,6 +134,7 @@ class WorkerSide:
     def start_loads(self, meta: UMBPConnectorMetadata, has_forward: bool) -> None:
         """Begin this step's loads; those that feed its forward are complete on return."""
         self._is_idle_step = not has_forward
+        self._report.timed_step = meta.timed_step
         begun = []
         for request_id, plans in meta.load_requests.items():
             job = self._begin(self._handle.load, localized_plans(plans, self._codec))
@@ -183,7 +184,7 @@ class WorkerSide:
     def take_report(self) -> UMBPConnectorWorkerMetadata | None:
         """What ended since the last call, by event."""
         report = self._report
-        if not report.store_events and not report.load_events:
+        if not report.store_events and not report.load_events and report.timed_step < 0:
             return None
         self._report = UMBPConnectorWorkerMetadata()
         return report

@@ -24,6 +24,7 @@ from umbp.connector.scheduler.match import Matcher
 from umbp.connector.scheduler.plan import Planner
 from umbp.connector.scheduler.pool_view import PoolView
 from umbp.connector.scheduler.state import RequestState
+from umbp.connector.scheduler.worth import LoadWorth, StepTimer
 from umbp.connector.scheduler.write import ThroughWriter, Writer
 from umbp.connector.stats import UMBPStats
 from umbp.connector.wire import (
@@ -69,13 +70,16 @@ class SchedulerSide:
         # Only a run of blocks can be loaded within a step: the engine hears of a failure there by its blocks.
         self._load_async = options.load_async or not shape.is_chain
         self._pool = pool
+        self._clock = clock
         self._quarantine = Quarantine(clock)
         finder = (
             ChainFinder(pool, self._quarantine, shape)
             if shape.is_chain
             else GroupsFinder(pool, self._quarantine, shape, hits)
         )
-        self._matcher = Matcher(pool, finder, options, shape, reads)
+        self._worth = LoadWorth(options.min_load_tokens)
+        self._timer = StepTimer(self._worth, clock) if options.min_load_tokens is None else None
+        self._matcher = Matcher(pool, finder, shape, self._worth, reads=reads and options.enable_lookup)
         self._planner = Planner(pool, options, shape, hits, writes=writes)
         self._loads: Ledger[LoadEntry] = Ledger(ranks, self._close_load)
         self._stores: Ledger[StoreEntry] = Ledger(ranks, self._close_store)
@@ -155,6 +159,7 @@ class SchedulerSide:
             tuple(batch.block_ids),
             tuple((span.group_id, name) for span in spans for name in span.block_hashes),
             external_tokens,
+            self._clock(),
             # What a synchronous load and its step fill is in the engine's own cache before it is filled.
             () if self._load_async else tuple(tables[0][start // self._shape.counted.block_tokens :]),
         )
@@ -197,6 +202,8 @@ class SchedulerSide:
             meta.load_events[request_id] = event
         self._admitted = {}
         self._plan_stores(output, meta)
+        if self._timer is not None:
+            meta.timed_step = self._timer.begin(output.total_num_scheduled_tokens)
         return meta
 
     def _plan_stores(self, output: SchedulerOutput, meta: UMBPConnectorMetadata) -> None:
@@ -214,6 +221,8 @@ class SchedulerSide:
         report = output.kv_connector_worker_meta
         if not isinstance(report, UMBPConnectorWorkerMetadata):
             return
+        if self._timer is not None:
+            self._timer.end(report.timed_step)
         for event, result in report.load_events.items():
             self._loads.report(event, result)
         for event, result in report.store_events.items():
@@ -336,6 +345,8 @@ class SchedulerSide:
         for one in result.failed_objects:
             self._quarantine.add(one)
         failed_tokens = self._failed_tokens(entry, len(result.failed_objects))
+        if not failed_tokens and self._load_async:
+            self._worth.observe_load(entry.tokens, self._clock() - entry.planned_s)
         self._stats.add("failed_load_tokens", failed_tokens)
         self._stats.add("loaded_tokens", entry.tokens - failed_tokens)
         if (state := self._requests.get(entry.request_id)) is not None:

@@ -26,6 +26,7 @@ class LoadEntry:
     block_ids: tuple[int, ...]
     objects: tuple[StoredObject, ...]
     tokens: int
+    planned_s: float
     exposed_block_ids: tuple[int, ...] = ()
     """The blocks from the load's first on, where the engine's own cache offers them already."""
 

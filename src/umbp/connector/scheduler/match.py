@@ -13,20 +13,20 @@ from umbp.connector.groups import CacheShape
 from umbp.connector.scheduler.find import PrefixFinder
 from umbp.connector.scheduler.pool_view import PoolView
 from umbp.connector.scheduler.state import Answer, Promise, RequestState
-from umbp.options import Options
+from umbp.connector.scheduler.worth import LoadWorth
 
 
 class Matcher:
     """Answers "how many tokens beyond the engine's own hit?", and owns the promises that follow from it."""
 
     def __init__(
-        self, pool: PoolView, finder: PrefixFinder, options: Options, shape: CacheShape, reads: bool
+        self, pool: PoolView, finder: PrefixFinder, shape: CacheShape, worth: LoadWorth, *, reads: bool
     ) -> None:
         self._pool = pool
         self._finder = finder
         self._shape = shape
-        self._min_load_tokens = options.min_load_tokens or 0
-        self._reads = reads and options.enable_lookup
+        self._worth = worth
+        self._reads = reads
         self._owners = itertools.count()
 
     def match(self, state: RequestState, computed_tokens: int) -> int:
@@ -56,7 +56,7 @@ class Matcher:
             promise = self._hold(state, start, limit)
         tokens = 0 if promise is None else promise.end - start
         state.promise = promise
-        if tokens <= 0 or tokens < self._min_load_tokens:
+        if tokens <= 0 or not self._worth.is_worth(tokens):
             self.withdraw(state)
             return 0
         return tokens

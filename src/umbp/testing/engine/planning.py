@@ -69,7 +69,7 @@ def make_config(root: Path, shape: Shape, **changes: Any) -> VllmConfig:
             "kv_connector_module_path": "umbp.connector",
             "kv_role": shape.role,
             "kv_load_failure_policy": shape.policy,
-            "kv_connector_extra_config": dict(shape.extra),
+            "kv_connector_extra_config": {"min_load_tokens": 0} | dict(shape.extra),
         },
     }
     config = EngineArgs(**(arguments | changes)).create_engine_config()
