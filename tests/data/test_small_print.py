@@ -16,6 +16,7 @@ from umbp.data import (
     BlockLoadBatch,
     BlockStoreBatch,
     BlockTransferPlan,
+    EngineTopology,
     KVLayoutDescriptor,
     KVLayoutPlanner,
     KVRange,
@@ -28,6 +29,7 @@ from umbp.data import (
     TransferJobStatus,
     UMBPNamespace,
     localized_plans,
+    plans_in_groups,
 )
 
 HASH = bytes(range(32))
@@ -694,3 +696,69 @@ def test_merging_results_adds_and_unites_and_shares_nothing() -> None:
     assert one == StoreEventResult(3, {(0, b"a"), (1, b"a")})
     one.failed_objects.add((9, b"z"))
     assert other == StoreEventResult(2, {(1, b"a")})
+
+
+# --- what a running engine adds
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"tp_size": 4},
+        {"tp_size": 2, "pp_size": 3},
+        {"tp_size": 4, "dcp_size": 2, "pcp_size": 2, "pp_size": 2},
+    ],
+    ids=str,
+)
+def test_an_engine_s_topology_has_the_ranks_of_its_shape(sizes: dict[str, int]) -> None:
+    shape, engine = RankTopology(**sizes), EngineTopology(**sizes)
+    assert engine.all_namespaces() == shape.all_namespaces()
+    assert engine.rank_count == shape.rank_count == len(shape.all_namespaces())
+
+
+def test_the_stages_of_an_engine_share_out_its_ranks() -> None:
+    engine = EngineTopology(tp_size=2, tp_rank=1, pp_size=3, pp_rank=2)
+    stages = engine.stages()
+    assert [stage.stage for stage in stages] == [0, 1, 2]
+    assert [stage.rank_count for stage in stages] == [2, 2, 2]
+    assert sum((stage.all_namespaces() for stage in stages), ()) == engine.all_namespaces()
+    assert {stage.local_namespace for stage in stages} == {engine.local_namespace}
+
+
+def test_an_engine_without_a_pipeline_is_its_only_stage() -> None:
+    engine = EngineTopology(tp_size=2)
+    assert engine.stages() == (engine,)
+
+
+@pytest.mark.parametrize(("tp", "pcp", "dcp"), [(1, 2, 2), (2, 4, 4), (2, 2, 4)])
+def test_decode_context_may_span_prefill_context_ranks(tp: int, pcp: int, dcp: int) -> None:
+    """vLLM's own rule; each rank then has a place of its own, as its worker reads it from its number."""
+    ranks = EngineTopology(tp_size=tp, pcp_size=pcp, dcp_size=dcp).all_namespaces()
+    assert len(set(ranks)) == tp * pcp
+    for number, rank in enumerate(ranks):
+        parallel = SimpleNamespace(
+            rank=number,
+            tensor_parallel_size=tp,
+            prefill_context_parallel_size=pcp,
+            decode_context_parallel_size=dcp,
+        )
+        worker = EngineTopology.from_vllm_config(SimpleNamespace(parallel_config=parallel))
+        assert worker.local_namespace == rank
+
+
+def test_plans_can_be_cut_to_some_cache_groups() -> None:
+    hashes = [bytes([n + 1]) for n in range(4)]
+    load = BlockLoadBatch(["a", "b", "c", "d"], [1, 2, 3, 4], [0, 1, 0, 2], "r")
+    store = BlockStoreBatch(
+        load.keys, load.block_ids, load.group_ids, hashes, [None, *hashes[:-1]], [()] * 4, [1] * 4, "r"
+    )
+    for batch in (load, store):
+        cut = plans_in_groups(batch, frozenset({0, 2}))
+        assert isinstance(cut, type(batch))
+        assert list(cut) == [batch[0], batch[2], batch[3]]
+        assert list(plans_in_groups(list(batch), frozenset({0, 2}))) == list(cut)
+        assert plans_in_groups(batch, frozenset({0, 1, 2, 3})) is batch
+        assert len(plans_in_groups(batch, frozenset({7}))) == 0
+    whole = [BlockTransferPlan("k", 0)]
+    assert plans_in_groups(whole, frozenset({7})) == whole

@@ -8,12 +8,13 @@ import multiprocessing
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from umbp.data import KVLayoutDescriptor, RankTopology, UMBPNamespace
+from umbp.data import EngineTopology, KVLayoutDescriptor, RankTopology, UMBPNamespace
 from umbp.errors import ConfigError, SegmentError, UMBPError
 from umbp.options import parse_options
 from umbp.pool import Pool
@@ -217,18 +218,18 @@ def test_a_worker_on_another_host_or_pool_stops_the_start(
 # What ranks hold alike
 
 
-def replicated_rig(folder: Path, tp_size: int, replicas: int) -> tuple[list[RankRig], Any]:
-    """An engine whose ranks hold the same bytes, `replicas` of them at a time."""
+def replicated_rig(folder: Path, whole: EngineTopology, replicas: int) -> tuple[list[RankRig], Any]:
+    """An engine whose ranks hold the same bytes where they hold the same KV."""
     runtime, namespace = standalone(folder), UMBPNamespace("mla")
     ranks = []
-    for number in range(tp_size):
-        topology = RankTopology(tp_rank=number, tp_size=tp_size)
+    for tp, pcp, dcp, _ in whole.all_namespaces():
+        topology = replace(whole, tp_rank=tp, pcp_rank=pcp, dcp_rank=dcp)
         rank = RankRig(_Replicated(runtime, replicas), namespace, topology, SHAPE)
-        rank.use_memory(SHAPE.memory(seed=number // replicas))
+        shard = tp // replicas if whole.dcp_size == 1 else 100 * pcp + tp
+        rank.use_memory(SHAPE.memory(seed=shard))
         ranks.append(rank)
-    topology = RankTopology(tp_size=tp_size)
-    layout = KVLayoutDescriptor((), topology, kv_tp_replicas=replicas)
-    scheduler: Any = runtime.create_scheduler_handle(namespace, topology, layout)
+    layout = KVLayoutDescriptor((), whole, kv_tp_replicas=replicas)
+    scheduler: Any = runtime.create_scheduler_handle(namespace, whole, layout)
     scheduler.bind_workers(
         {rank.topology.local_namespace: cast(Any, rank.worker).handshake_extra() for rank in ranks}
     )
@@ -252,11 +253,26 @@ class _Replicated:
         return self._runtime.create_scheduler_handle(*arguments)
 
 
-@pytest.mark.parametrize(("tp_size", "replicas"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(
+    ("sizes", "replicas", "copies"),
+    [
+        ({"tp_size": 2}, 2, 1),
+        ({"tp_size": 4}, 2, 2),
+        ({"tp_size": 4}, 4, 1),
+        # Prefill-context ranks hold all KV; decode context deals it out among them.
+        ({"tp_size": 1, "pcp_size": 2}, 1, 1),
+        ({"tp_size": 2, "pcp_size": 2}, 2, 1),
+        ({"tp_size": 2, "pcp_size": 2}, 1, 2),
+        ({"tp_size": 2, "dcp_size": 2}, 1, 2),
+        ({"tp_size": 1, "pcp_size": 2, "dcp_size": 2}, 1, 2),
+        ({"tp_size": 2, "pcp_size": 2, "dcp_size": 4}, 1, 4),
+    ],
+    ids=str,
+)
 def test_what_ranks_hold_alike_is_stored_once_and_restored_on_all(
-    folder: Path, tp_size: int, replicas: int
+    folder: Path, sizes: dict[str, int], replicas: int, copies: int
 ) -> None:
-    ranks, scheduler = replicated_rig(folder, tp_size, replicas)
+    ranks, scheduler = replicated_rig(folder, EngineTopology(**sizes), replicas)
     chain = hashes(5)
     content = [rank.read(3) for rank in ranks]
     for rank in ranks:
@@ -264,7 +280,7 @@ def test_what_ranks_hold_alike_is_stored_once_and_restored_on_all(
         assert job.completed_keys == set(rank.keys(chain))
         rank.worker.publish(job)
     with Pool.attach(pool_path(folder, "p")) as pool:
-        assert pool.stats()["objects"] == 5 * tp_size // replicas
+        assert pool.stats()["objects"] == 5 * copies
     keys = [key for rank in ranks for key in rank.keys(chain)]
     assert all(scheduler.lookup(keys))
     assert scheduler.lookup_raw(0, chain) == 5

@@ -31,6 +31,7 @@ from umbp.data import (
     TransferJobState,
     UMBPNamespace,
     localized_plans,
+    plans_in_groups,
 )
 from umbp.errors import UMBPError
 from umbp.options import Options
@@ -85,7 +86,7 @@ class WorkerSide:
         self._rank_number = topology.all_namespaces().index(self._rank)
         self._codec = BlockIdentityCodec(namespace.value, *_codec_ranks(topology))
         self._planned_layers = {region.layer_name for region in planner.regions}
-        self._group_ids = {region.group_id for region in planner.regions}
+        self._group_ids = frozenset(region.group_id for region in planner.regions)
         self._kv_tp_replicas = kv_tp_replicas
         self._timeout_s = options.timeout_ms / 1000
         self._clock = clock
@@ -137,7 +138,7 @@ class WorkerSide:
         self._report.timed_step = meta.timed_step
         begun = []
         for request_id, plans in meta.load_requests.items():
-            job = self._begin(self._handle.load, localized_plans(plans, self._codec))
+            job = self._begin(self._handle.load, self._own(plans))
             begun.append(_Running(meta.load_events[request_id], request_id, job, self._clock()))
         if meta.async_load:
             self._loads.extend(begun)
@@ -149,7 +150,7 @@ class WorkerSide:
         """Begin this step's stores, after its forward. Copies from host memory are waited for: then the
         source blocks are free again when the step ends. A device goes on computing meanwhile.
         """
-        plans = [localized_plans(group, self._codec) for group in meta.store_plan_groups()]
+        plans = [self._own(group) for group in meta.store_plan_groups()]
         if not plans:
             return
         jobs = [self._begin(self._handle.store, group) for group in plans]
@@ -287,6 +288,12 @@ class WorkerSide:
         self._untold_losses = 0
         self._next_loss_line_s = now + COMPLAINT_INTERVAL_S
 
+    def _own(self, plans: Sequence[BlockTransferPlan]) -> Sequence[BlockTransferPlan]:
+        """The scheduler's plans under this rank's keys, without groups that its pipeline stage has nothing
+        of.
+        """
+        return localized_plans(plans_in_groups(plans, self._group_ids), self._codec)
+
     # The edge to the runtime: whatever it throws is a failed job
 
     def _begin(
@@ -294,6 +301,10 @@ class WorkerSide:
         verb: Callable[[Sequence[BlockTransferPlan]], TransferJobState],
         plans: Sequence[BlockTransferPlan],
     ) -> TransferJobState:
+        if not plans:
+            job = TransferJobState(plans)
+            job.complete()
+            return job
         try:
             return verb(plans)
         except Exception as error:

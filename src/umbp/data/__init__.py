@@ -18,6 +18,7 @@ from umbp.data.plans import (
     LoadSpec,
     RequestTracker,
     localized_plans,
+    plans_in_groups,
 )
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ __all__ = [
     "UMBPHandshakeMetadata",
     "UMBPNamespace",
     "localized_plans",
+    "plans_in_groups",
 ]
 
 _WIRE = frozenset({"UMBPConnectorMetadata", "UMBPConnectorWorkerMetadata", "UMBPHandshakeMetadata"})

@@ -142,6 +142,23 @@ def localized_plans(
     return [plan if plan.ranges else replace(plan, key=key) for plan, key in zip(plans, keys, strict=True)]
 
 
+def plans_in_groups(
+    plans: Sequence[BlockTransferPlan], group_ids: frozenset[int]
+) -> Sequence[BlockTransferPlan]:
+    """Those of the plans whose cache group is one of these, of the same kind as what was given.
+
+    A plan without a group is of all groups, and stays.
+    """
+    if isinstance(plans, BlockLoadBatch | BlockStoreBatch):
+        if group_ids.issuperset(plans.group_ids):
+            return plans
+        rows = [row for row, group_id in enumerate(plans.group_ids) if group_id in group_ids]
+        columns = [field.name for field in fields(plans) if field.name != "request_id"]
+        chosen: Any = {name: [getattr(plans, name)[row] for row in rows] for name in columns}
+        return replace(plans, **chosen)
+    return [plan for plan in plans if plan.group_id is None or plan.group_id in group_ids]
+
+
 @dataclass(slots=True)
 class LoadSpec:
     """How far the engine and the pool know a prompt; hashes are per group from the request's first block."""
