@@ -16,6 +16,7 @@ from umbp.connector import compat, support
 from umbp.connector.hits import HitFinder
 from umbp.connector.identity import worker_namespace
 from umbp.connector.scheduler import SchedulerSide
+from umbp.connector.scheduler.events import EventfulPool, KVEvents
 from umbp.connector.scheduler.pool_view import PoolView
 from umbp.connector.worker import WorkerSide
 from umbp.data import EngineTopology, KVLayoutPlanner, KVRegion
@@ -37,16 +38,24 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     runtime = _runtime(options)
     support.require_heard_workers(topology, options, capabilities_of(runtime))
     transfer = _transfer(vllm_config)
+    shape = compat.cache_shape(vllm_config, kv_cache_config)
+    events = None
+    if compat.tells_kv_events(vllm_config) and support.can_tell_events(capabilities_of(runtime)):
+        pool: PoolView = (eventful := EventfulPool(runtime, topology))
+        events = KVEvents(eventful, shape, compat.group_labels(kv_cache_config))
+    else:
+        pool = PoolView(runtime, topology)
     return SchedulerSide(
-        PoolView(runtime, topology),
+        pool,
         options,
-        compat.cache_shape(vllm_config, kv_cache_config),
+        shape,
         HitFinder(vllm_config, kv_cache_config),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         ranks=topology.rank_count,
         reads=transfer.is_kv_consumer,
         writes=transfer.is_kv_producer,
         is_lazy=options.write_policy == "lazy" and support.can_write_lazily(vllm_config, kv_cache_config),
+        events=events,
     )
 
 

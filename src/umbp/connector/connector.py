@@ -4,6 +4,7 @@ work.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
@@ -35,6 +36,7 @@ from umbp.data import EngineTopology
 
 if TYPE_CHECKING:
     import torch
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -103,6 +105,9 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler_side.settle(connector_output)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self.scheduler_side.take_events()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         # Blocks that are still being stored have pins of their own, so the request's can go at once.

@@ -95,6 +95,17 @@ def can_write_lazily(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     return False
 
 
+def can_tell_events(can: Capabilities) -> bool:
+    """Whether what is told of the pool can be kept right; says in one line why not."""
+    if can.watch:
+        return True
+    logger.warning(
+        "UMBP: the runtime of this mode can't tell what its pool evicts: KV events tell of the engine's own "
+        "cache alone"
+    )
+    return False
+
+
 def warn_of_risks(vllm_config: VllmConfig, options: Options) -> None:
     """Say once, at start, what is allowed but may surprise."""
     transfer = vllm_config.kv_transfer_config

@@ -1,7 +1,7 @@
 """The scheduler's half of the connector: its questions, each in a module of its own, wired here.
 
 *match*, *find*: how much of a prompt is stored. *plan*: what a step can load and store. *write*, *lazy*: when
-it is stored. *account*: what is in flight.
+it is stored. *account*: what is in flight. *events*: telling others of it.
 Runs in the engine core's process, on its one thread; nothing here blocks longer than the runtime's lookups
 do.
 """
@@ -18,6 +18,7 @@ from umbp.connector import compat
 from umbp.connector.groups import CacheShape, GroupKind
 from umbp.connector.hits import HitFinder
 from umbp.connector.scheduler.account import Ledger, LoadEntry, Quarantine, StoreEntry
+from umbp.connector.scheduler.events import KVEvents
 from umbp.connector.scheduler.find import ChainFinder, GroupsFinder
 from umbp.connector.scheduler.lazy import LazyWriter
 from umbp.connector.scheduler.match import Matcher
@@ -37,6 +38,7 @@ from umbp.errors import InvariantError
 from umbp.options import Options
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -61,10 +63,11 @@ class SchedulerSide:
         reads: bool,
         writes: bool,
         is_lazy: bool = False,
+        events: KVEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`step_tokens`: how many tokens the engine computes in a step at most; `is_lazy`: store what it is
-        about to evict, where its block pool tells that.
+        about to evict, where its block pool tells that; `events`: tell of what can be loaded.
         """
         self._shape = shape
         # Only a run of blocks can be loaded within a step: the engine hears of a failure there by its blocks.
@@ -90,6 +93,7 @@ class SchedulerSide:
         self._filling: set[bytes] = set()
         self._stores_before_reset: frozenset[int] = frozenset()
         self._is_lazy = is_lazy
+        self._events = events
         self._step_blocks = -(-step_tokens // shape.counted.block_tokens) + 1
         self._block_pool: BlockPool | None = None
         self._writer: Writer | None = None
@@ -106,6 +110,8 @@ class SchedulerSide:
             )
             self._is_lazy = False
         if self._is_lazy:
+            if self._events is not None:
+                self._events.keep(block_pool.num_gpu_blocks)
             self._writer = LazyWriter(
                 self._planner,
                 self._pool,
@@ -181,6 +187,8 @@ class SchedulerSide:
         self._unfinished.pop(request.request_id, None)
         if state is None:
             return
+        if self._events is not None:
+            self._events.close(request.request_id)
         self._matcher.withdraw(state)
         if state.was_counted:
             self._note(state, "end")
@@ -211,6 +219,8 @@ class SchedulerSide:
         if entry is not None:
             meta.store_requests.update(entry.batches)
             meta.store_event = self._stores.open(entry)
+            if self._events is not None:
+                self._events.stores_planned(entry)
 
     def settle(self, output: KVConnectorOutput) -> None:
         """Take in what the workers report."""
@@ -260,6 +270,10 @@ class SchedulerSide:
         if not self._stores_before_reset:
             self._pool.clear()
 
+    def take_events(self) -> Sequence[KVCacheEvent]:
+        """What has come to be loadable, and what is so no more, since the last call."""
+        return () if self._events is None else self._events.take()
+
     def take_stats(self) -> UMBPStats | None:
         return self._stats.take()
 
@@ -274,6 +288,8 @@ class SchedulerSide:
         self._stores.audit()
         if self._writer is not None:
             self._writer.audit()
+        if self._events is not None:
+            self._events.audit()
         if not self._unfinished.keys() <= self._requests.keys():
             raise InvariantError(f"requests that are gone are to be stored: {sorted(self._unfinished)}")
         for request_id, state in self._requests.items():
@@ -288,6 +304,8 @@ class SchedulerSide:
         state = self._requests.get(request.request_id)
         if state is None:
             state = self._requests[request.request_id] = RequestState(request)
+            if self._events is not None:
+                self._events.open(request)
         return state
 
     def _count_admission(self, state: RequestState, external_tokens: int) -> None:
@@ -361,6 +379,8 @@ class SchedulerSide:
     def _close_store(self, entry: StoreEntry, result: StoreEventResult) -> None:
         assert self._writer is not None
         self._writer.give_back(entry, result.failed_objects, self._requests)
+        if self._events is not None:
+            self._events.stores_ended(entry)
         counted = self._shape.counted.group_id
         tokens = entry.tokens_of(counted)
         dropped = entry.tokens_of(counted, result.failed_objects) if result.failed_objects else 0

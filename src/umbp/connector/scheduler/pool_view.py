@@ -45,6 +45,11 @@ class PoolView:
         return bool(self._stages)
 
     @property
+    def is_local(self) -> bool:
+        """Whether objects are kept in this host's memory."""
+        return self._can.local
+
+    @property
     def codec(self) -> BlockIdentityCodec:
         """Keys of rank 0 in the first stage's namespace; workers rewrite them to their own rank and
         namespace.
@@ -140,6 +145,22 @@ class PoolView:
     def _unhold_part(self, part: str) -> None:
         for stage in self._stages:
             self._ask(partial(stage.unhold, part), None)
+
+    def watch(self, group_id: int, hashes: Sequence[bytes]) -> list[bool]:
+        """Which blocks of a cache group every rank has; `take_lost` tells when one of those goes."""
+        keepers = self._keepers(group_id)
+        nothing = [False] * len(hashes)
+        if not keepers:
+            return nothing
+        columns = self._ask(lambda: [stage.handle.watch(group_id, hashes) for stage in keepers], [nothing])
+        return [all(found) for found in zip(*columns, strict=True)]
+
+    def take_lost(self) -> list[tuple[int, bytes]]:
+        """Watched blocks, by group and hash, that some rank has lost since the last call."""
+        lost: dict[tuple[int, bytes], None] = {}
+        for stage in self._stages:
+            lost.update(dict.fromkeys(self._ask(stage.handle.take_lost, ())))
+        return list(lost)
 
     def note(
         self, request_id: str, phase: str, hashes: Sequence[bytes], output_tokens: int, finish: str

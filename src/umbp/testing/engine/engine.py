@@ -34,6 +34,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from umbp.connector.connector import UMBPStoreConnector
 from umbp.connector.stats import UMBPStats
 from umbp.testing.engine.batch import Context, Flight, Row
+from umbp.testing.engine.events import EventRecorder
 from umbp.testing.engine.memory import SPOILED
 from umbp.testing.engine.model import Chains
 from umbp.testing.engine.planning import cache_configs, make_config
@@ -68,6 +69,9 @@ class ScriptedEngine:
         assert isinstance(connector, UMBPStoreConnector)
         self.connector = connector
         self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.events = EventRecorder()
+        if shape.tells_events:
+            self.scheduler.kv_event_publisher = self.events
         self._aggregator = KVOutputAggregator.from_connector(connector, shape.ranks)
         handshakes: Any = {
             (0, rank): one.connector.get_handshake_metadata() for rank, one in enumerate(self.ranks)

@@ -64,6 +64,7 @@ def make_config(root: Path, shape: Shape, **changes: Any) -> VllmConfig:
         "enable_prefix_caching": shape.prefix_caching,
         "tensor_parallel_size": shape.ranks,
         "distributed_executor_backend": "mp" if shape.ranks > 1 else "uni",
+        "kv_events_config": {"enable_kv_cache_events": shape.tells_events, "publisher": "null"},
         "kv_transfer_config": {
             "kv_connector": "UMBPStoreConnector",
             "kv_connector_module_path": "umbp.connector",

@@ -27,4 +27,6 @@ class Shape:
     policy: str = "recompute"
     depth: int = 1
     """Steps in flight: with 2 the engine plans a step before it knows what the one before has sampled."""
+    tells_events: bool = False
+    """Whether KV events are on; the engine then records them."""
     extra: Mapping[str, object] = field(default_factory=dict)
