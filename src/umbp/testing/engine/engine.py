@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +27,25 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from umbp.connector.connector import UMBPStoreConnector
 from umbp.connector.stats import UMBPStats
-from umbp.testing.engine.batch import Context, Flight, Row
+from umbp.testing.engine.batch import Context, Course, Flight, Row
 from umbp.testing.engine.events import EventRecorder
-from umbp.testing.engine.memory import SPOILED
+from umbp.testing.engine.forward import Forward, Wrong
+from umbp.testing.engine.memory import plan_columns
 from umbp.testing.engine.model import Chains
-from umbp.testing.engine.planning import cache_configs, make_config
+from umbp.testing.engine.owners import Owners
+from umbp.testing.engine.planning import cache_configs, kv_cache_planning, make_config
 from umbp.testing.engine.rank import Rank
-from umbp.testing.engine.shape import BLOCK, HEAD_SIZE, HEADS, LAYERS, Shape
+from umbp.testing.engine.shape import Shape
 
 
 class WrongByteError(AssertionError):
-    """A request's KV isn't what its tokens make it."""
+    """A request's KV isn't what its tokens make it, or memory was written that belongs to nobody."""
 
 
 class ScriptedEngine:
@@ -52,8 +54,9 @@ class ScriptedEngine:
     def __init__(self, root: Path, shape: Shape) -> None:
         self.shape = shape
         self.config = make_config(root, shape)
-        *per_rank, for_scheduler = cache_configs(self.config)
-        self.ranks = [Rank(self.config, one, rank) for rank, one in enumerate(per_rank)]
+        *per_rank, for_scheduler = cache_configs(self.config, shape)
+        columns, words = plan_columns(shape, per_rank)
+        self.ranks = [Rank(self.config, one, rank, shape, columns) for rank, one in enumerate(per_rank)]
         scheduler_block, hash_block = resolve_kv_cache_block_sizes(for_scheduler, self.config)
         scheduler_class = self.config.scheduler_config.get_scheduler_cls()
         assert issubclass(scheduler_class, Scheduler)
@@ -65,33 +68,54 @@ class ScriptedEngine:
             hash_block_size=hash_block,
             log_stats=True,
         )
-        connector = self.scheduler.get_kv_connector()
-        assert isinstance(connector, UMBPStoreConnector)
-        self.connector = connector
+        # vLLM asks for a compiler before it takes the second runner; its scheduler does not need one.
+        self.scheduler.use_v2_model_runner = shape.runner == 2
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.events = EventRecorder()
         if shape.tells_events:
             self.scheduler.kv_event_publisher = self.events
-        self._aggregator = KVOutputAggregator.from_connector(connector, shape.ranks)
-        handshakes: Any = {
-            (0, rank): one.connector.get_handshake_metadata() for rank, one in enumerate(self.ranks)
-        }
-        if shape.ranks > 1:
-            handshakes = pickle.loads(pickle.dumps(handshakes))
-        connector.set_xfer_handshake_metadata_pp_aware(handshakes)
+        self._connector = self._attach() if shape.has_connector else None
         hash_function = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(hash_block, hash_function)
-        self._chains = Chains(shape.ranks)
-        self._tables: dict[str, list[int]] = {}
+        self._chains = Chains(words)
+        self._forward = Forward([rank.memory for rank in self.ranks], self._chains, shape.drafts)
+        self._owners = Owners(self.scheduler, [rank.memory for rank in self.ranks])
+        self._courses: dict[str, Course] = {}
         self._in_flight: deque[Flight] = deque()
         self._ids = itertools.count()
         self.stats = UMBPStats()
         self.finished: dict[str, Request] = {}
         self.invalid_blocks: list[set[int]] = []
+        self.loads: Counter[str] = Counter()
+        """How often the scheduler has begun to wait for each request's load."""
+        self.reports = [Counter[str]() for _ in self.ranks]
+        """How often each rank has reported the end of it."""
+        self.reused_tokens = 0
+        """Tokens that requests had at their start and did not compute, whoever had kept them."""
         self.steps = 0
         self.between: Callable[[], None] = lambda: None
         """Called after a step's forward and before its results are taken in: what arrives in the middle."""
+
+    def _attach(self) -> UMBPStoreConnector:
+        """Bring the connector's halves together, as the engine core does."""
+        connector = self.scheduler.get_kv_connector()
+        assert isinstance(connector, UMBPStoreConnector)
+        self._aggregator = KVOutputAggregator.from_connector(connector, self.shape.world)
+        handshakes: Any = {}
+        for rank in self.ranks:
+            assert rank.connector is not None
+            handshakes[rank.place] = rank.connector.get_handshake_metadata()
+        if self.shape.world > 1:
+            handshakes = pickle.loads(pickle.dumps(handshakes))
+        connector.set_xfer_handshake_metadata_pp_aware(handshakes)
+        return connector
+
+    @property
+    def connector(self) -> UMBPStoreConnector:
+        """The scheduler's half."""
+        assert self._connector is not None, "this engine has no connector"
+        return self._connector
 
     # What a user does
 
@@ -163,12 +187,18 @@ class ScriptedEngine:
         self.steps += 1
         if self._in_flight and not self.scheduler.has_requests():
             return self._land()
-        owners = self._owners()
+        self._owners.before_schedule()
+        waiting = self._loading()
         output = self.scheduler.schedule()
-        self._in_flight.append(Flight(output, self._rows(output), self._changed_owners(owners)))
-        if len(self._in_flight) == self.shape.depth or not output.num_scheduled_tokens:
+        self.loads.update(self._loading() - waiting)
+        self._in_flight.append(Flight(output, self._rows(output), self._owners.after_schedule()))
+        if len(self._in_flight) == self._depth or not output.num_scheduled_tokens:
             self._land()
         return output
+
+    @property
+    def _depth(self) -> int:
+        return max(self.shape.depth, self.shape.stages)
 
     @property
     def is_in_flight(self) -> bool:
@@ -182,71 +212,131 @@ class ScriptedEngine:
     def _land(self) -> SchedulerOutput:
         flight = self._in_flight.popleft()
         output, rows = flight.output, flight.rows
-        for rank in self.ranks:
-            rank.memory.spoil(flight.spoiled)
+        if touched := self._owners.spoil(flight.spoils):
+            raise WrongByteError(f"step {self.steps}: nobody's blocks {touched} have been written")
+        if output.kv_cache_block_copies:
+            for rank in self.ranks:
+                rank.memory.copy((copy[0], copy[1]) for copy in output.kv_cache_block_copies)
         runner_output = self._execute(output, rows)
         self.between()
         core_outputs = self.scheduler.update_from_output(output, runner_output)
         for one in core_outputs.values():
             if one.scheduler_stats is not None and one.scheduler_stats.kv_connector_stats:
                 self.stats.aggregate(UMBPStats(data=one.scheduler_stats.kv_connector_stats))
+        self._hand_over_drafts(rows)
         for row in rows:
             if row.request.is_finished():
                 self.finished[row.request.request_id] = row.request
         for request_id in output.finished_req_ids:
-            self._tables.pop(request_id, None)
+            self._courses.pop(request_id, None)
             self._chains.forget(request_id)
-        self.connector.scheduler_side.audit()
+        if self._connector is not None:
+            self._connector.scheduler_side.audit()
         return output
+
+    def _hand_over_drafts(self, rows: Sequence[Row]) -> None:
+        """Drafts go to the scheduler, unless it plans before they are made: then the runner keeps them."""
+        if not self.shape.drafts or not rows or self.config.scheduler_config.async_scheduling:
+            return
+        ids = [row.request.request_id for row in rows]
+        self.scheduler.update_draft_token_ids(DraftTokenIds(ids, [list(row.course.drafts) for row in rows]))
+
+    def _loading(self) -> set[str]:
+        return {
+            request_id
+            for request_id, request in self.scheduler.requests.items()
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        }
 
     def _rows(self, output: SchedulerOutput) -> list[Row]:
         """The batch, with block tables kept as the model runner keeps them."""
         rows = []
         for new in output.scheduled_new_reqs:
-            self._tables[new.req_id] = list(new.block_ids[0])
-            rows.append(self._row(new.req_id, new.num_computed_tokens, output))
+            self._courses[new.req_id] = Course([list(blocks) for blocks in new.block_ids])
+            rows.append(self._row(new.req_id, new.num_computed_tokens, output, is_fresh=True))
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             new_blocks = cached.new_block_ids[index]
-            if request_id in cached.resumed_req_ids:
+            is_resumed = request_id in cached.resumed_req_ids
+            if is_resumed:
                 assert new_blocks is not None
-                self._tables[request_id] = list(new_blocks[0])
+                self._courses[request_id] = Course([list(blocks) for blocks in new_blocks])
             elif new_blocks is not None:
-                self._tables[request_id].extend(new_blocks[0])
-            rows.append(self._row(request_id, cached.num_computed_tokens[index], output))
+                for table, more in zip(self._courses[request_id].tables, new_blocks, strict=True):
+                    table.extend(more)
+            rows.append(self._row(request_id, cached.num_computed_tokens[index], output, is_fresh=is_resumed))
         return rows
 
-    def _row(self, request_id: str, computed: int, output: SchedulerOutput) -> Row:
-        table = self._tables[request_id]
-        assert table == self.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
+    def _row(self, request_id: str, computed: int, output: SchedulerOutput, *, is_fresh: bool) -> Row:
+        course = self._courses[request_id]
+        self.reused_tokens += computed if is_fresh else 0
+        planned = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+        for mine, theirs in zip(course.tables, planned, strict=True):
+            if mine != theirs:
+                # The scheduler has taken blocks back that are out of the layers' sight.
+                assert len(mine) == len(theirs), (request_id, mine, theirs)
+                assert all(a == b or b == 0 for a, b in zip(mine, theirs, strict=True)), (mine, theirs)
         return Row(
             self.scheduler.requests[request_id],
-            list(table),
+            course,
+            [np.array(table) for table in course.tables],
             computed,
             output.num_scheduled_tokens[request_id],
+            output.scheduled_spec_decode_tokens.get(request_id, ()),
+            is_fresh,
+            course.rejected,
         )
 
     def _execute(self, output: SchedulerOutput, rows: list[Row]) -> ModelRunnerOutput:
         """All ranks side by side, each in the order of the model runner's hooks."""
-        context: Any = Context(bool(rows))
-        is_multi = len(self.ranks) > 1
         for rank in self.ranks:
-            meta = output.kv_connector_metadata
-            assert meta is not None
-            if is_multi:
-                meta = pickle.loads(pickle.dumps(meta))
-            rank.connector.handle_preemptions(meta)
-            rank.connector.bind_connector_metadata(meta)
-            if output.has_sync_kv_loads:
-                rank.connector.start_load_kv(context)
-        # A request that ended meanwhile may lack the token that the step was to compute.
-        wrong = self._forward([row for row in rows if row.end <= row.request.num_tokens])
-        results = []
-        for rank in self.ranks:
-            if not output.has_sync_kv_loads:
-                rank.connector.start_load_kv(context)
+            self._begin(rank, output, bool(rows))
+        self._forward.resolve(rows)
+        wrong = self._forward.run(rows)
+        # With speculation, results are collected before the drafter's layer is written and stores are begun.
+        collects_first = bool(self.shape.drafts) and (self.shape.runner == 1 or kv_cache_planning is not None)
+        if not collects_first:
+            wrong |= self._forward.run_drafter(rows, wrong)
+        results = [self._end(rank, output, bool(rows), collects_first=collects_first) for rank in self.ranks]
+        if collects_first:
+            wrong |= self._forward.run_drafter(rows, wrong)
+            for rank in self.ranks:
+                if rank.connector is not None:
+                    rank.connector.wait_for_save()
+                    rank.connector.clear_connector_metadata()
+        self._explain(wrong, results)
+        return self._merged(rows, results)
+
+    def _begin(self, rank: Rank, output: SchedulerOutput, has_forward: bool) -> None:
+        if rank.connector is None:
+            return
+        meta = output.kv_connector_metadata
+        assert meta is not None
+        if self.shape.world > 1:
+            meta = pickle.loads(pickle.dumps(meta))
+        rank.connector.handle_preemptions(meta)
+        rank.connector.bind_connector_metadata(meta)
+        if output.has_sync_kv_loads:
+            context: Any = Context(has_forward)
+            rank.connector.start_load_kv(context)
+
+    def _end(
+        self, rank: Rank, output: SchedulerOutput, has_forward: bool, *, collects_first: bool
+    ) -> KVConnectorOutput:
+        if rank.connector is None:
+            return KVConnectorOutput()
+        if not output.has_sync_kv_loads:
+            context: Any = Context(has_forward)
+            rank.connector.start_load_kv(context)
+        if not collects_first:
             rank.connector.wait_for_save()
-            results.append(rank.results(output.finished_req_ids))
+        result = rank.collect(output.finished_req_ids)
+        if not collects_first:
+            rank.connector.clear_connector_metadata()
+        return result
+
+    def _explain(self, wrong: Wrong, results: Sequence[KVConnectorOutput]) -> None:
+        """Whatever a forward read wrongly, a rank has to have reported; and each load ends once a rank."""
         lost = set().union(*(result.invalid_block_ids for result in results))
         if unexplained := {blocks[0] for blocks in wrong.values()} - lost:
             raise WrongByteError(
@@ -255,103 +345,53 @@ class ScriptedEngine:
             )
         if lost:
             self.invalid_blocks.append(lost)
-        sampled = [
-            [self._chains.next_token(row.request)] if row.end == row.request.num_tokens else []
-            for row in rows
+        for reports, result in zip(self.reports, results, strict=True):
+            reports.update(result.finished_recving or ())
+            assert all(reports[one] <= self.loads[one] for one in result.finished_recving or ())
+
+    def _merged(self, rows: list[Row], results: Sequence[KVConnectorOutput]) -> ModelRunnerOutput:
+        """What the engine core is given: the last stage's tokens, everybody's transfers."""
+        speaker = self.shape.ranks * (self.shape.stages - 1)
+        outputs = [
+            self._runner_output(rows if rank == speaker else [], result)
+            for rank, result in enumerate(results)
         ]
-        outputs = [self._runner_output(rows, sampled, result) for result in results]
-        if not is_multi:
-            return outputs[0]
-        merged = self._aggregator.aggregate([pickle.loads(pickle.dumps(one)) for one in outputs])
+        if self.shape.world == 1 or self._connector is None:
+            return outputs[speaker]
+        merged = self._aggregator.aggregate(
+            [pickle.loads(pickle.dumps(one)) for one in outputs], output_rank=speaker
+        )
         assert isinstance(merged, ModelRunnerOutput)
         return merged
 
-    def _runner_output(
-        self, rows: list[Row], sampled: list[list[int]], result: KVConnectorOutput
-    ) -> ModelRunnerOutput:
+    def _runner_output(self, rows: list[Row], result: KVConnectorOutput) -> ModelRunnerOutput:
+        transfers = result if self._connector is not None else None
         if not rows:
             return ModelRunnerOutput.with_kv_conn_output_only(result)
         ids = [row.request.request_id for row in rows]
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-            sampled_token_ids=sampled,
-            kv_connector_output=result,
+            sampled_token_ids=[list(row.sampled) for row in rows],
+            kv_connector_output=transfers,
         )
-
-    # The model
-
-    def _forward(self, rows: list[Row]) -> dict[str, list[int]]:
-        """Compute all rows on all ranks; returns each request's blocks that hold wrong bytes, in order, where
-        there are any. What is computed from those is spoiled, and whatever is computed from that.
-        """
-        for row in rows:
-            right = self._chains.of(row.request, row.end)[row.start :]
-            for index, rank in enumerate(self.ranks):
-                rank.memory.write(row.table, row.start, right[:, index])
-        causes = self._wrong(rows)
-        tainted: set[str] = set()
-        wrong = causes
-        while fresh := wrong.keys() - tainted:
-            tainted |= fresh
-            for row in rows:
-                if row.request.request_id in fresh:
-                    garbage = np.full((row.count, len(LAYERS), HEADS, 2 * HEAD_SIZE), SPOILED + 1, np.int16)
-                    for rank in self.ranks:
-                        rank.memory.write(row.table, row.start, garbage)
-            wrong = self._wrong(rows)
-        return causes
-
-    def _wrong(self, rows: list[Row]) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
-        for row in rows:
-            right = self._chains.of(row.request, row.end)
-            places: set[int] = set()
-            for index, rank in enumerate(self.ranks):
-                read = rank.memory.read(row.table, row.end)
-                if not np.array_equal(read, right[:, index]):
-                    same = (read == right[:, index]).reshape(row.end, -1).all(axis=1)
-                    places |= set((np.flatnonzero(~same) // BLOCK).tolist())
-            if places:
-                found[row.request.request_id] = [row.table[place] for place in sorted(places)]
-        return found
-
-    # Spoiling
-
-    def _owners(self) -> dict[int, tuple[Any, frozenset[str]]]:
-        """Of each block: its hash in the engine's prefix cache, and the requests that have it."""
-        requests: dict[int, set[str]] = {}
-        manager = self.scheduler.kv_cache_manager
-        for request_id in self.scheduler.requests:
-            for block_id in manager.get_block_ids(request_id)[0]:
-                requests.setdefault(block_id, set()).add(request_id)
-        return {
-            block.block_id: (block.block_hash, frozenset(requests.get(block.block_id, ())))
-            for block in self.pool.blocks
-        }
-
-    def _changed_owners(self, before: Mapping[int, tuple[Any, frozenset[str]]]) -> list[int]:
-        """Blocks to spoil: with new owners, and not handed on to them by the engine's own cache."""
-        changed = []
-        for block_id, (block_hash, requests) in self._owners().items():
-            old_hash, old_requests = before[block_id]
-            is_handed_on = block_hash is not None and block_hash == old_hash
-            if requests and not requests & old_requests and not is_handed_on:
-                changed.append(block_id)
-        return changed
 
     # Accounts
 
     def check_drained(self) -> None:
         """After a drain: nothing is pinned, nothing is open, nobody is remembered."""
-        side = self.connector.scheduler_side
-        side.audit()
+        if self._connector is not None:
+            side = self._connector.scheduler_side
+            side.audit()
+            assert (len(side._loads), len(side._stores)) == (0, 0)
+            assert not side._requests
+            assert not side.has_pending_stores()
+            for rank, reports in enumerate(self.reports):
+                assert reports == self.loads, f"rank {rank} reported {reports} of {self.loads}"
         assert not self.scheduler.requests
-        assert (len(side._loads), len(side._stores)) == (0, 0)
-        assert not side._requests
-        assert not side.has_pending_stores()
         assert self.pool.get_num_free_blocks() == self.shape.blocks - 1
         assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
+        self._owners.check()
 
     def restored_tokens(self) -> int:
         return int(self.stats.counters.get("loaded_tokens", 0))
@@ -361,6 +401,9 @@ class ScriptedEngine:
         return int(self.stats.counters.get(name, 0))
 
     def close(self) -> None:
-        self.connector.shutdown()
+        if self._connector is None:
+            return
+        self._connector.shutdown()
         for rank in self.ranks:
+            assert rank.connector is not None
             rank.connector.shutdown()

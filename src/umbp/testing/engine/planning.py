@@ -15,9 +15,26 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
-from umbp.testing.engine.shape import BLOCK, HEAD_SIZE, HEADS, LAYERS, Shape
+from umbp.testing.engine.shape import (
+    BLOCK,
+    HEAD_SIZE,
+    HEADS,
+    STATE_WORDS,
+    Layer,
+    Shape,
+    model_layers,
+    stage_layers,
+)
 
 try:
     kv_cache_planning: Any = importlib.import_module("vllm.v1.core.kv_cache_planning")
@@ -26,9 +43,9 @@ except ModuleNotFoundError:  # vLLM 0.32
 
 
 @cache
-def model_folder(root: Path) -> Path:
+def model_folder(root: Path, layer_count: int = 2) -> Path:
     """A model's configuration, which is all of it that is ever read."""
-    folder = root / "model"
+    folder = root / f"model-{layer_count}"
     folder.mkdir(exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -37,7 +54,7 @@ def model_folder(root: Path) -> Path:
         "intermediate_size": 32,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
-        "num_hidden_layers": len(LAYERS),
+        "num_hidden_layers": layer_count,
         "vocab_size": 1000,
         "max_position_embeddings": 4096,
         "torch_dtype": "bfloat16",
@@ -51,8 +68,9 @@ def model_folder(root: Path) -> Path:
 
 def make_config(root: Path, shape: Shape, **changes: Any) -> VllmConfig:
     """A configuration as the engine core resolves it; `changes` go to vLLM's engine arguments."""
+    layers = model_layers(shape)
     arguments: dict[str, Any] = {
-        "model": str(model_folder(root)),
+        "model": str(model_folder(root, sum(not layer.is_draft for layer in layers))),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "enforce_eager": True,
@@ -63,22 +81,36 @@ def make_config(root: Path, shape: Shape, **changes: Any) -> VllmConfig:
         "max_num_seqs": shape.max_seqs,
         "enable_prefix_caching": shape.prefix_caching,
         "tensor_parallel_size": shape.ranks,
-        "distributed_executor_backend": "mp" if shape.ranks > 1 else "uni",
+        "pipeline_parallel_size": shape.stages,
+        "distributed_executor_backend": "mp" if shape.world > 1 else "uni",
+        "scheduling_policy": shape.order,
         "kv_events_config": {"enable_kv_cache_events": shape.tells_events, "publisher": "null"},
-        "kv_transfer_config": {
+    }
+    if shape.has_connector:
+        arguments["kv_transfer_config"] = {
             "kv_connector": "UMBPStoreConnector",
             "kv_connector_module_path": "umbp.connector",
             "kv_role": shape.role,
             "kv_load_failure_policy": shape.policy,
             "kv_connector_extra_config": {"min_load_tokens": 0} | dict(shape.extra),
-        },
-    }
+        }
+    if shape.drafts:
+        arguments["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": shape.drafts,
+            "prompt_lookup_max": 2,
+        }
     config = EngineArgs(**(arguments | changes)).create_engine_config()
     config.cache_config.kv_cache_layout = shape.layout
     # vLLM has no asynchronous scheduling on CPUs; its scheduler does.
-    config.scheduler_config.async_scheduling = shape.depth > 1
-    for layer in LAYERS:
-        config.compilation_config.static_forward_context[layer] = AttentionLayer()
+    config.scheduler_config.async_scheduling = shape.depth > 1 and shape.stages == 1
+    if shape.has_state:
+        config.cache_config.mamba_cache_mode = "align" if shape.prefix_caching else "none"
+    if config.speculative_config is not None:
+        # A drafter with a layer of its own would want a model's folder; the scheduler wants its name only.
+        config.speculative_config.method = shape.drafter
+    for layer in layers:
+        config.compilation_config.static_forward_context[layer.name] = AttentionLayer()
     return config
 
 
@@ -93,13 +125,54 @@ def full_attention() -> FullAttentionSpec:
     return FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16)
 
 
-def cache_configs(config: VllmConfig) -> list[KVCacheConfig]:
-    """Each rank's cache configuration, the scheduler's last; made and completed as the engine core does."""
-    ranks = config.parallel_config.tensor_parallel_size
+def layer_spec(layer: Layer, shape: Shape) -> KVCacheSpec:
+    """What the model would say of the layer's cache on one rank."""
+    like = layer.like
+    if like.kind == "mamba":
+        return MambaSpec(
+            block_size=like.block_tokens,
+            shapes=((STATE_WORDS,),),
+            dtypes=(torch.int16,),
+            mamba_cache_mode="align" if shape.prefix_caching else "none",
+            num_speculative_blocks=shape.drafts,
+        )
+    if like.kind == "mla":
+        return MLAAttentionSpec(
+            block_size=like.block_tokens,
+            num_kv_heads=1,
+            head_size=2 * like.head_size,
+            dtype=torch.bfloat16,
+            max_tp_shards=1,
+        )
+    common: dict[str, Any] = {
+        "block_size": like.block_tokens,
+        "num_kv_heads": shape.rank_heads,
+        "head_size": like.head_size,
+        "dtype": torch.bfloat16,
+    }
+    if shape.kv_heads is not None:
+        common["max_tp_shards"] = shape.kv_heads
+    if like.kind == "sliding":
+        return SlidingWindowSpec(**common, sliding_window=like.window_tokens)
+    if like.kind == "chunked":
+        return ChunkedLocalAttentionSpec(**common, attention_chunk_size=like.window_tokens)
+    return FullAttentionSpec(**common)
+
+
+def cache_configs(config: VllmConfig, shape: Shape | None = None) -> list[KVCacheConfig]:
+    """Each rank's cache configuration, the scheduler's last; made and completed as the engine core does.
+
+    Ranks are counted as vLLM does: all of the first stage of the pipeline, then those of the next.
+    """
+    parallel = config.parallel_config
+    ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    shape = shape or Shape(ranks=ranks, stages=stages)
     specs: list[dict[str, KVCacheSpec]] = [
-        {layer: full_attention() for layer in LAYERS} for _ in range(ranks)
+        {layer.name: layer_spec(layer, shape) for layer in stage_layers(shape, stage)}
+        for stage in range(stages)
+        for _ in range(ranks)
     ]
-    memory = [1 << 30] * ranks
+    memory = [1 << 30] * len(specs)
     if kv_cache_planning is None:
         configs = kv_cache_utils.get_kv_cache_configs(config, specs, memory)
     else:

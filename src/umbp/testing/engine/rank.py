@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -12,27 +14,46 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from umbp.connector.connector import UMBPStoreConnector
-from umbp.testing.engine.memory import Memory
+from umbp.testing.engine.memory import Columns, Memory, plan_columns
 from umbp.testing.engine.planning import worker_config
+from umbp.testing.engine.shape import Shape
 
 
 class Rank:
-    """One worker: its connector's half and its KV memory."""
+    """One worker; without a connector it is its memory alone."""
 
-    def __init__(self, config: VllmConfig, cache_config: KVCacheConfig, rank: int) -> None:
-        connector = KVConnectorFactory.create_connector(
-            config=worker_config(config, rank), role=KVConnectorRole.WORKER, kv_cache_config=cache_config
-        )
-        assert isinstance(connector, UMBPStoreConnector)
-        self.connector = connector
+    def __init__(
+        self,
+        config: VllmConfig,
+        cache_config: KVCacheConfig,
+        rank: int,
+        shape: Shape | None = None,
+        columns: Mapping[tuple[str, int], Columns] | None = None,
+    ) -> None:
+        shape = shape or Shape(ranks=config.parallel_config.tensor_parallel_size)
+        if columns is None:
+            columns, _ = plan_columns(shape, [cache_config])
+        self.place = divmod(rank, shape.ranks)
+        """Its stage, and its rank in it."""
+        self.connector: UMBPStoreConnector | None = None
+        if shape.has_connector:
+            connector = KVConnectorFactory.create_connector(
+                config=worker_config(config, rank),
+                role=KVConnectorRole.WORKER,
+                kv_cache_config=cache_config,
+            )
+            assert isinstance(connector, UMBPStoreConnector)
+            self.connector = connector
         layout = KVCacheLayout[str(cache_config.kv_cache_layout)]
         views = allocate_kv_cache(cache_config, torch.device("cpu"), layout)
-        self.memory = Memory(views)
-        connector.register_kv_caches(views)
+        self.memory = Memory(shape, rank, cache_config, views, columns)
+        if self.connector is not None:
+            self.connector.register_kv_caches(views)
 
-    def results(self, finished: set[str]) -> KVConnectorOutput:
-        """The end of a step, in the order of the model runner."""
+    def collect(self, finished: set[str]) -> KVConnectorOutput:
+        """The results of a step, in the order in which the model runner asks for them."""
         connector = self.connector
+        assert connector is not None
         output = KVConnectorOutput()
         transfers = connector.get_transfer_results(finished)
         output.finished_sending = transfers.finished_sending
@@ -42,5 +63,4 @@ class Rank:
         output.kv_connector_stats = connector.get_kv_connector_stats()
         output.kv_cache_events = connector.get_kv_connector_kv_cache_events()
         output.kv_connector_worker_meta = connector.build_connector_worker_meta()
-        connector.clear_connector_metadata()
         return output
