@@ -68,11 +68,16 @@ class EngineSpec:
     max_model_tokens: int = 1024
     block_tokens: int = BLOCK_TOKENS
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     is_in_process: bool = False
     connector: tuple[tuple[str, Any], ...] | None = None
     transfer: tuple[tuple[str, Any], ...] = ()
     arguments: tuple[tuple[str, Any], ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def workers(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
 
     def llm_arguments(self, model: Path) -> dict[str, Any]:
         arguments: dict[str, Any] = {
@@ -90,6 +95,13 @@ class EngineSpec:
         }
         if self.tensor_parallel > 1:
             arguments |= {"tensor_parallel_size": self.tensor_parallel, "distributed_executor_backend": "mp"}
+        if self.pipeline_parallel > 1:
+            # On CPUs only an engine that isn't eager makes the buffers for what a stage hands on.
+            arguments |= {
+                "pipeline_parallel_size": self.pipeline_parallel,
+                "distributed_executor_backend": "mp",
+                "enforce_eager": False,
+            }
         transfer: dict[str, Any] = {}
         if self.connector is not None:
             transfer = {
@@ -112,15 +124,16 @@ class EngineSpec:
             PYTHONPATH=os.pathsep.join(path for path in paths if path),
             VLLM_RPC_BASE_PATH=str(run_folder),
             # Unpinned runs differ in speed and in the last digits. Two ranks can't be pinned on one node.
-            VLLM_CPU_OMP_THREADS_BIND=str(first_core) if self.tensor_parallel == 1 else "nobind",
+            VLLM_CPU_OMP_THREADS_BIND=str(first_core) if self.workers == 1 else "nobind",
             VLLM_CPU_KVCACHE_SPACE="1",
             VLLM_ENABLE_V1_MULTIPROCESSING="0" if self.is_in_process else "1",
             VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # functions go to workers by collective_rpc
             VLLM_NO_USAGE_STATS="1",
-            TORCHDYNAMO_DISABLE="1",  # compiling two helpers of the sampler costs the first answer 15 s
+            # Compiling two helpers of the sampler costs the first answer 15 s. A pipeline must be compiled.
+            TORCHDYNAMO_DISABLE="1" if self.pipeline_parallel == 1 else "0",
             HF_HUB_OFFLINE="1",
         )
-        if self.tensor_parallel > 1:
+        if self.workers > 1:
             environment["OMP_NUM_THREADS"] = "1"
         environment.update(self.environment)
         return environment
