@@ -104,7 +104,7 @@ class Model:
         cache.num_blocks = 400
         cache.hash_block_size = None
         if drafts:
-            self.config.speculative_config = _Drafts()  # type: ignore[assignment]
+            self.config.speculative_config = _Drafts()
         self.cache = cache
         self.shape = compat.cache_shape(self.config, cache)
         self.hits = HitFinder(self.config, cache)

@@ -7,7 +7,7 @@ state.
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -197,6 +197,19 @@ def scheduled_requests(output: SchedulerOutput, among: Container[str]) -> Iterab
     for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
         if request_id in among:
             yield request_id, computed + scheduled[request_id]
+
+
+def begun_within_loads(output: SchedulerOutput) -> Mapping[str, int]:
+    """Of a step that waits for loads: the requests that begin in it, with their tokens that are cached or
+    loaded.
+    """
+    if not output.has_sync_kv_loads:
+        return {}
+    begun = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    resumed = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    begun.update((one, tokens) for one, tokens in resumed if one in cached.resumed_req_ids)
+    return begun
 
 
 def taken_blocks(output: SchedulerOutput, block_tokens: int) -> tuple[int, int]:

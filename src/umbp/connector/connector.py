@@ -136,6 +136,12 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self.worker_side.handshake()
 
+    def unregister_kv_caches(self) -> None:
+        self.worker_side.leave_memory()
+
+    def restore_kv_caches(self) -> None:
+        self.worker_side.return_to_memory()
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self.worker_side.start_loads(self._metadata(), compat.has_forward(forward_context))
 

@@ -55,6 +55,8 @@ class UMBPConnectorWorkerMetadata(KVConnectorWorkerMetadata):
     store_events: dict[int, StoreEventResult] = field(default_factory=dict)
     load_events: dict[int, StoreEventResult] = field(default_factory=dict)
     timed_step: int = -1
+    hello: dict[Rank, UMBPHandshakeMetadata] = field(default_factory=dict)
+    """In a worker's first step: its handshake, for a scheduler that vLLM has not given it to."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> UMBPConnectorWorkerMetadata:
         """Take in another worker's report and return self; nothing is shared with `other` afterwards."""
@@ -64,6 +66,7 @@ class UMBPConnectorWorkerMetadata(KVConnectorWorkerMetadata):
             for event, result in theirs.items():
                 mine.setdefault(event, StoreEventResult()).merge(result)
         self.timed_step = max(self.timed_step, other.timed_step)
+        self.hello.update(other.hello)
         return self
 
 

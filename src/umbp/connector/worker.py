@@ -45,6 +45,8 @@ GAUGE_INTERVAL_S = 1.0
 IDLE_NAP_S = 0.0005
 """How long a step that has nothing to compute waits for transfers that are under way."""
 
+_NO_NEWS = UMBPConnectorWorkerMetadata()
+
 COMPLAINT_INTERVAL_S = 60.0
 """How often a runtime's exceptions are shown; a backend that is gone may raise in every step."""
 
@@ -97,6 +99,8 @@ class WorkerSide:
         self._stores: list[_Running] = []
         self._store_parts: dict[int, int] = {}
         self._report = UMBPConnectorWorkerMetadata()
+        self._kv_caches: dict[str, Any] = {}
+        self._has_said_hello = False
         self._finished_loads: set[str] = set()
         self._failed_block_ids: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -115,6 +119,7 @@ class WorkerSide:
         """Learn the KV caches; layers that share another layer's cache are in it already and are left out."""
         planned = {name: tensor for name, tensor in kv_caches.items() if name in self._planned_layers}
         self._handle.register_buffers(planned)
+        self._kv_caches = planned
         devices = {str(getattr(tensor, "device", "cpu")) for tensor in planned.values()}
         self._copies_in_place = self._can.local and devices <= {"cpu"}
 
@@ -123,6 +128,15 @@ class WorkerSide:
         return UMBPPoolHandshakeMetadata(
             self._namespace.value, extra, self._kv_tp_replicas, tuple(sorted(self._group_ids))
         )
+
+    def leave_memory(self) -> None:
+        """The KV memory is about to be unmapped: end what is under way. It is reported with the next step."""
+        for running in (*self._loads, *self._stores):
+            self._wait(running.job)
+
+    def return_to_memory(self) -> None:
+        """The KV memory is mapped again, where it was."""
+        self._handle.register_buffers(self._kv_caches)
 
     def close(self) -> None:
         """End all jobs and let the engine's memory go."""
@@ -136,6 +150,9 @@ class WorkerSide:
         """Begin this step's loads; those that feed its forward are complete on return."""
         self._is_idle_step = not has_forward
         self._report.timed_step = meta.timed_step
+        if not self._has_said_hello:
+            self._has_said_hello = True
+            self._report.hello[self._rank] = self.handshake()
         begun = []
         for request_id, plans in meta.load_requests.items():
             job = self._begin(self._handle.load, self._own(plans))
@@ -185,7 +202,7 @@ class WorkerSide:
     def take_report(self) -> UMBPConnectorWorkerMetadata | None:
         """What ended since the last call, by event."""
         report = self._report
-        if not report.store_events and not report.load_events and report.timed_step < 0:
+        if report == _NO_NEWS:
             return None
         self._report = UMBPConnectorWorkerMetadata()
         return report

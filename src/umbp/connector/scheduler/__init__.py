@@ -34,7 +34,7 @@ from umbp.connector.wire import (
     UMBPHandshakeMetadata,
 )
 from umbp.data import BlockLoadBatch, Rank, StoreEventResult
-from umbp.errors import InvariantError
+from umbp.errors import InvariantError, UMBPError
 from umbp.options import Options
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ class SchedulerSide:
         self._step_blocks = -(-step_tokens // shape.counted.block_tokens) + 1
         self._block_pool: BlockPool | None = None
         self._writer: Writer | None = None
+        self._awaits_hello = False
         self._stats = UMBPStats()
 
     # Start
@@ -125,9 +126,20 @@ class SchedulerSide:
 
     def bind_workers(self, reports: Mapping[Rank, UMBPHandshakeMetadata]) -> None:
         """Adopt the workers' namespace and attach to their pools; called at start, and again after a
-        sleep.
+        sleep. Without any report, as where another connector's stand in their place, the workers' first step
+        brings them.
         """
-        self._pool.open(reports)
+        self._awaits_hello = not reports
+        if reports:
+            self._pool.open(reports)
+
+    def _open_late(self, reports: Mapping[Rank, UMBPHandshakeMetadata]) -> None:
+        """An engine that runs is not stopped any more for a pool that it can't have."""
+        self._awaits_hello = False
+        try:
+            self._pool.open(reports)
+        except UMBPError as error:
+            logger.error("UMBP: nothing is stored or restored: %s", error)
 
     # One request
 
@@ -137,9 +149,11 @@ class SchedulerSide:
         """
         if self._is_filling(request, computed_tokens):
             return None, False
+        state = self._state(request)
+        state.local_tokens = computed_tokens
         if self._stores_before_reset:
             return 0, False
-        tokens = self._matcher.match(self._state(request), computed_tokens)
+        tokens = self._matcher.match(state, computed_tokens)
         return tokens, tokens > 0 and self._load_async
 
     def admit(self, request: Request, tables: Sequence[list[int]], external_tokens: int) -> None:
@@ -226,11 +240,15 @@ class SchedulerSide:
         """Take in what the workers report."""
         if output.invalid_block_ids:
             self._remember_failures(output.invalid_block_ids)
-        for request_id in output.failed_recving or ():
-            self._remember_failure(request_id)
+        if output.failed_recving:
+            # Beside other connectors some of them may be theirs.
+            for request_id in {entry.request_id for entry in self._loads.entries()} & output.failed_recving:
+                self._remember_failure(request_id)
         report = output.kv_connector_worker_meta
         if not isinstance(report, UMBPConnectorWorkerMetadata):
             return
+        if report.hello and self._awaits_hello:
+            self._open_late(report.hello)
         if self._timer is not None:
             self._timer.end(report.timed_step)
         for event, result in report.load_events.items():

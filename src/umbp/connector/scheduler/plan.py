@@ -142,7 +142,7 @@ class Planner:
         if tables is None:
             return spans
         tokens = min(tokens, *(len(tables[g.group_id]) * g.block_tokens for g in self._shape.groups))
-        state.tracker.mark_saved(tokens, self._shape.hash_tokens)
+        self._mark(state, tokens)
         for group in self._shape.groups:
             if group.kind is GroupKind.STATE:
                 continue
@@ -211,7 +211,7 @@ class Planner:
         """
         block_tokens = self._shape.counted.block_tokens
         saved, tokens = self._unsaved(state, computed_tokens)
-        state.tracker.mark_saved(tokens, self._shape.hash_tokens)
+        self._mark(state, tokens)
         return (tokens // block_tokens - saved // block_tokens) * block_tokens
 
     def _unsaved(self, state: RequestState, computed_tokens: int) -> tuple[int, int]:
@@ -223,8 +223,27 @@ class Planner:
         tokens = max(computed_tokens - self._shape.unsettled_tokens, 0)
         if not self._with_output:
             tokens = min(tokens, request.num_prompt_tokens)
-        tokens = min(tokens, len(request.block_hashes) * self._shape.hash_tokens)
-        return min(state.tracker.saved_tokens, tokens), tokens
+        hashes = request.block_hashes
+        tokens = min(tokens, len(hashes) * self._shape.hash_tokens)
+        saved = state.tracker.saved_tokens
+        if saved and (saved > tokens or hashes[saved // self._shape.hash_tokens - 1] != state.mark_hash):
+            saved = self._take_back(state)
+        return min(saved, tokens), tokens
+
+    def _mark(self, state: RequestState, tokens: int) -> None:
+        mark = state.tracker.mark_saved(tokens, self._shape.hash_tokens)
+        state.mark_hash = state.request.block_hashes[mark // self._shape.hash_tokens - 1] if mark else None
+
+    def _take_back(self, state: RequestState) -> int:
+        """Set the mark back to the start where the tokens before it have been replaced, as by more input to a
+        session that drops what was generated. What is stored already is found there.
+        """
+        hashes, place = state.request.block_hashes, state.tracker.saved_tokens // self._shape.hash_tokens
+        if place <= len(hashes) and hashes[place - 1] == state.mark_hash:
+            return state.tracker.saved_tokens
+        state.tracker.reset()
+        state.mark_hash = None
+        return 0
 
 
 def _span(group: CacheGroup, table: Sequence[int], names: Sequence[bytes], rows: Sequence[int]) -> BlockSpan:

@@ -41,12 +41,18 @@ class RequestState:
     tracker: RequestTracker = field(default_factory=RequestTracker)
     answer: Answer | None = None
     promise: Promise | None = None
+    local_tokens: int = 0
+    """What the engine had itself when it last asked."""
     is_loading: bool = False
     has_failed_load: bool = False
     has_lost_store: bool = False
     """A block of it found no place in the pool: what comes after could not be found, and is not stored."""
     is_stale: bool = False
     """Computed before a reset: its blocks must not be stored any more."""
+    mark_hash: bytes | None = None
+    """The hash at the mark of what has been stored: in a session with more input to come, others may take its
+    place.
+    """
     was_counted: bool = False
     """Asked and hit tokens are counted at the first admission alone."""
 

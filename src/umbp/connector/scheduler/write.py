@@ -118,13 +118,15 @@ def storing_requests(
     more blocks worth storing is taken out of `unfinished`: most requests of most steps only generate.
 
     A step that waits for a request's load computes garbage on every rank if the load fails on one, and only
-    that rank knows in time: what it computes is stored once all have reported.
+    that rank knows in time: what it computes is stored once all have reported, be the load ours or another
+    connector's.
     """
     if not unfinished:
         return
+    begun = compat.begun_within_loads(output)
     for request_id, computed_tokens in list(compat.scheduled_requests(output, unfinished)):
         state = unfinished[request_id]
-        if state.is_loading:
+        if state.is_loading or begun.get(request_id, 0) > state.local_tokens:
             continue
         yield request_id, state, computed_tokens
         if planner.is_done(state):
