@@ -232,14 +232,14 @@ def _differing(
     if end <= start:
         return []
     table = row.tables[part.group_id]
-    expected = right[start:end, part.columns]
+    places = part.held(start, end)
+    expected = right[start + (part.dcp_rank - start) % part.dcp_size : end : part.dcp_size, part.columns]
     found = part.read(table, start, end)
     if not is_last_free and np.array_equal(found, expected):
         return []
     same = (found == expected).all(axis=1)
     if is_last_free:
-        places = np.arange(start, end)
         last = places % part.block_tokens == part.block_tokens - 1
         same |= last & (found != SPOILED).all(axis=1) & (found != GARBAGE).all(axis=1)
-    bad = np.flatnonzero(~same) + start
+    bad = places[~same]
     return [int(table[place]) for place in sorted(set((bad // part.block_tokens).tolist()))]

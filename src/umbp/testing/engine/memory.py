@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 from umbp.testing.engine.shape import STATE_WORDS, Layer, Layers, Shape, model_layers
 
@@ -68,11 +68,20 @@ class Part:
     """Layers of one group, one kind and one rank, in memory at even distances.
 
     Of attention, `memory` is [layer, block, head, token, content]; of a state [layer, block, word].
+    Where tokens are dealt out, a block of `block_tokens` has every `dcp_size`-th of them here.
     """
 
     def __init__(
-        self, group_id: int, layer: Layer, block_tokens: int, memory: np.ndarray, columns: slice
+        self,
+        group_id: int,
+        layer: Layer,
+        block_tokens: int,
+        memory: np.ndarray,
+        columns: slice,
+        dcp: tuple[int, int] = (1, 0),
     ) -> None:
+        """`dcp`: among how many ranks tokens are dealt out, and which of them this is."""
+        self.dcp_size, self.dcp_rank = dcp
         self.group_id = group_id
         self.like = layer.like
         self.is_draft = layer.is_draft
@@ -82,25 +91,33 @@ class Part:
         self.columns = columns
         self.layers, self.heads, self.content = memory.shape[0], memory.shape[2], memory.shape[-1]
 
+    def held(self, start: int, end: int) -> np.ndarray:
+        """Which of the tokens from `start` to `end` are here."""
+        return np.arange(start + (self.dcp_rank - start) % self.dcp_size, end, self.dcp_size)
+
     def write(self, table: np.ndarray, start: int, rows: np.ndarray) -> None:
         """`rows` are [token, word] of the tokens from `start` on."""
-        places = np.arange(start, start + len(rows))
+        places = self.held(start, start + len(rows))
         blocks = table[places // self.block_tokens]
-        self.memory[:, blocks, :, places % self.block_tokens] = rows[:, self.columns].reshape(
-            len(rows), self.layers, self.heads, self.content
+        mine = rows[(self.dcp_rank - start) % self.dcp_size :: self.dcp_size, self.columns]
+        self.memory[:, blocks, :, places % self.block_tokens // self.dcp_size] = mine.reshape(
+            len(places), self.layers, self.heads, self.content
         )
 
     def spoil(self, table: np.ndarray, start: int, end: int) -> None:
         """Garbage for the tokens from `start` to `end`."""
-        places = np.arange(start, end)
-        self.memory[:, table[places // self.block_tokens], :, places % self.block_tokens] = GARBAGE
+        places = self.held(start, end)
+        blocks = table[places // self.block_tokens]
+        self.memory[:, blocks, :, places % self.block_tokens // self.dcp_size] = GARBAGE
 
     def read(self, table: np.ndarray, start: int, end: int) -> np.ndarray:
-        """[token, word] of the tokens from `start` to `end`."""
+        """[token, word] of those of the tokens from `start` to `end` that are here."""
         first = start // self.block_tokens
         blocks = table[first : -(-end // self.block_tokens)]
-        found = self.memory[:, blocks].transpose(1, 3, 0, 2, 4).reshape(len(blocks) * self.block_tokens, -1)
-        return found[start - first * self.block_tokens : end - first * self.block_tokens]
+        rows = len(blocks) * self.block_tokens // self.dcp_size
+        found = self.memory[:, blocks].transpose(1, 3, 0, 2, 4).reshape(rows, -1)
+        before = len(self.held(first * self.block_tokens, start))
+        return found[before : before + len(self.held(start, end))]
 
     def first_read(self, start: int) -> int:
         """The first token that the computation of the tokens from `start` on looks at."""
@@ -137,7 +154,7 @@ class Memory:
                 rank % shape.ranks,
                 group_id,
                 [layers[name] for name in group.layer_names],
-                group.kv_cache_spec.block_size,
+                group.kv_cache_spec,
                 views,
                 columns,
             )
@@ -176,11 +193,13 @@ def _parts(
     tp_rank: int,
     group_id: int,
     layers: Sequence[Layer],
-    block_tokens: int,
+    spec: KVCacheSpec,
     views: Mapping[str, torch.Tensor],
     columns: Mapping[tuple[str, int], Columns],
 ) -> Iterator[Part]:
     """The group's layers, together where one strided view shows them all."""
+    dcp = (shape.dcp, tp_rank % shape.dcp) if spec.dcp_sharded else (1, 0)
+    block_tokens = spec.block_size * dcp[0]
     for alike in (False, True):
         chosen = [layer for layer in layers if layer.is_draft is alike]
         if not chosen:
@@ -199,11 +218,11 @@ def _parts(
                 arrays[0], (len(arrays), *arrays[0].shape), (gap, *arrays[0].strides)
             )
             span = slice(places[0].start, places[-1].start + places[-1].words)
-            yield Part(group_id, chosen[0], block_tokens, memory, span)
+            yield Part(group_id, chosen[0], block_tokens, memory, span, dcp)
             continue
         for layer, array, place in zip(chosen, arrays, places, strict=True):
             span = slice(place.start, place.start + place.words)
-            yield Part(group_id, layer, block_tokens, array[None], span)
+            yield Part(group_id, layer, block_tokens, array[None], span, dcp)
 
 
 def _words(view: torch.Tensor, layer: Layer) -> np.ndarray:

@@ -104,6 +104,8 @@ def make_config(root: Path, shape: Shape, **changes: Any) -> VllmConfig:
     config.cache_config.kv_cache_layout = shape.layout
     # vLLM has no asynchronous scheduling on CPUs; its scheduler does.
     config.scheduler_config.async_scheduling = shape.depth > 1 and shape.stages == 1
+    # No CPU backend can compute with dealt tokens; the scheduler can plan for it.
+    config.parallel_config.decode_context_parallel_size = shape.dcp
     if shape.has_state:
         config.cache_config.mamba_cache_mode = "align" if shape.prefix_caching else "none"
     if config.speculative_config is not None:

@@ -38,6 +38,8 @@ class Shape:
     """of tensor parallelism"""
     stages: int = 1
     """of pipeline parallelism, each with its share of the layers"""
+    dcp: int = 1
+    """Decode context parallelism: so many neighbouring ranks hold the same heads and deal out the tokens."""
     layers: tuple[Layers, ...] = (Layers(),)
     kv_heads: int | None = None
     """of the whole model; fewer than ranks are held by several of them. None: `HEADS` of each rank's own."""
