@@ -6,9 +6,11 @@
 PYTHON ?=
 export PYTHON
 KILLS ?= 10000
+STEPS ?= 1000000
 SANITIZE_SECONDS ?= 10
 DAMAGE_ROUNDS ?= 3000
 SEED ?=
+LIFE ?=
 BIN := .venv/bin
 NATIVE_SOURCES = $(shell find native tests/native -path '*/third_party' -prune -o -name '*.[ch]pp' -print -o -name '*.h' -print)
 OTHER_VLLM := .venv-vllm033/bin/python
@@ -29,7 +31,7 @@ test: setup  ## every test; those marked vllm033 on vLLM 0.33 too, where `make s
 	@status=0; \
 	if [ -x $(OTHER_VLLM) ]; then \
 	  echo "-- vLLM 0.33: the tests marked vllm033"; \
-	  $(OTHER_VLLM) -m pytest -m "vllm033 and not soak" $(PYTEST_ARGS) || [ $$? -eq 5 ] || status=1; \
+	  $(OTHER_VLLM) -m pytest -m vllm033 $(PYTEST_ARGS) || [ $$? -eq 5 ] || status=1; \
 	else \
 	  echo "-- vLLM 0.33 isn't set up here (make setup-vllm033): its tests are skipped"; \
 	fi; \
@@ -38,7 +40,7 @@ test: setup  ## every test; those marked vllm033 on vLLM 0.33 too, where `make s
 	exit $$status
 
 test-quick: setup  ## the tests that start no engine
-	@$(BIN)/python -m pytest -m "not slow and not soak" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 check: setup  ## lint, formatting, types, and README's table of options
 	$(BIN)/ruff check .
@@ -66,8 +68,8 @@ setup-vllm033: setup  ## build .venv-vllm033: vLLM 0.33's Python files over the 
 setup-mooncake: setup  ## install Mooncake Store for the benchmark beside it (libraries as root on Debian)
 	@scripts/setup_mooncake.sh
 
-soak: setup  ## the long runs (UMBP_SOAK_SECONDS each)
-	@$(BIN)/python -m pytest -m soak $(PYTEST_ARGS) || { [ $$? -eq 5 ] && echo "no soak test is there yet"; }
+soak: setup  ## random lives of engines over failing, dying pools (STEPS=1000000, SEED=n to repeat a run)
+	@$(BIN)/python tests/connector/machine_soak.py --steps $(STEPS) $(if $(SEED),--seed $(SEED)) $(if $(LIFE),--life $(LIFE))
 
 soak-pool: setup  ## kill and stop processes that share a pool (KILLS=10000, SEED=n to repeat a run)
 	@$(BIN)/python tests/pool/soak.py --kills $(KILLS) $(if $(SEED),--seed $(SEED))

@@ -20,7 +20,7 @@ settings.load_profile("umbp")
 def pytest_configure(config: pytest.Config) -> None:
     """Nothing that the caller's shell has set for an engine reaches a test."""
     for name in list(os.environ):
-        if name.startswith("UMBP_") and name not in ("UMBP_SOAK_SECONDS", "UMBP_TRACES"):
+        if name.startswith("UMBP_") and name != "UMBP_TRACES":
             del os.environ[name]
     os.environ.pop("PYTHONHASHSEED", None)
 

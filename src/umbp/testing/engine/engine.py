@@ -127,6 +127,8 @@ class ScriptedEngine:
         request_id: str | None = None,
         salt: str | None = None,
         reads_cache: bool = True,
+        priority: int = 0,
+        resumable: bool = False,
     ) -> Request:
         parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         parameters.skip_reading_prefix_cache = not reads_cache
@@ -136,6 +138,9 @@ class ScriptedEngine:
             sampling_params=parameters,
             pooling_params=None,
             cache_salt=salt,
+            priority=priority,
+            resumable=resumable,
+            arrival_time=float(self.steps),
             block_hasher=self._hasher,
         )
 

@@ -26,6 +26,7 @@ class Forward:
         self._memories = memories
         self._chains = chains
         self._drafts = drafts
+        self._has_draft_layer = any(part.is_draft for memory in memories for part in memory.parts)
         self._has_state = any(part.is_state for memory in memories for part in memory.parts)
 
     def resolve(self, rows: Sequence[Row]) -> None:
@@ -76,13 +77,13 @@ class Forward:
         A draft layer's KV of a token is made from the token after it as well, which the last of a block need
         not share with another request's.
         """
+        alive = [row for row in rows if not row.is_lost and row.request.request_id not in tainted]
+        content = {row.request.request_id: self._draft(row) for row in alive} if self._has_draft_layer else {}
+        # Requests of one step may share what one of them computes in it.
         wrong: Wrong = {}
-        for row in rows:
-            if row.is_lost or row.request.request_id in tainted:
-                continue
-            places = self._draft(row)
-            if places:
-                wrong[row.request.request_id] = places
+        for row in alive if content else ():
+            if blocks := self._wrong_drafts(row, content[row.request.request_id]):
+                wrong[row.request.request_id] = blocks
         for row in rows:
             self._settle(row)
         return wrong
@@ -188,21 +189,25 @@ class Forward:
 
     # Drafts
 
-    def _draft(self, row: Row) -> list[int]:
-        wrong: list[int] = []
-        content: np.ndarray | None = None
+    def _draft(self, row: Row) -> np.ndarray:
+        """Write the draft layer's content of what the row has computed; returns that of all its tokens."""
+        known = self._chains.of(row.request)
+        ahead = self._chains.ahead(row.request, row.sampled) if row.sampled else known[:0]
+        content: np.ndarray = np.concatenate([known, ahead])[1:]
         for memory in self._memories:
             for part in memory.parts:
-                if not part.is_draft:
-                    continue
-                if content is None:
-                    known = self._chains.of(row.request)
-                    ahead = self._chains.ahead(row.request, row.sampled) if row.sampled else known[:0]
-                    content = np.concatenate([known, ahead])[1:]
-                table = row.tables[part.group_id]
-                wrong += _differing(part, row, content, 0, row.start, is_last_free=True)
-                part.write(table, row.start, content[row.start : row.valid_end])
-                part.spoil(table, row.valid_end, row.end)
+                if part.is_draft:
+                    table = row.tables[part.group_id]
+                    part.write(table, row.start, content[row.start : row.valid_end])
+                    part.spoil(table, row.valid_end, row.end)
+        return content
+
+    def _wrong_drafts(self, row: Row, content: np.ndarray) -> list[int]:
+        wrong: list[int] = []
+        for memory in self._memories:
+            for part in memory.parts:
+                if part.is_draft:
+                    wrong += _differing(part, row, content, 0, row.start, is_last_free=True)
         return list(dict.fromkeys(wrong))
 
     def _settle(self, row: Row) -> None:

@@ -1,0 +1,451 @@
+"""A machine for random lives of an engine: all that may happen to one, in any order, drawn from a seed.
+
+A life is one engine of one shape with one pool. Each of its steps does something to it and lets the engine
+step once; the scripted engine compares every byte that a forward reads with the model, spoils what changes
+hands and watches what nobody owns. A life ends with a drain, after which nothing may be left anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import scripted_runtime
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request, RequestStatus
+
+from umbp.options import parse_options
+from umbp.runtime.base import IUMBPRuntime
+from umbp.runtime.embedded import EmbeddedRuntime
+from umbp.runtime.standalone import Pool, StandaloneRuntime, pool_path
+from umbp.runtime.wrap.faulty import FaultPlan, FaultyRuntime
+from umbp.testing.clock import TickClock
+from umbp.testing.engine import BLOCK, ScriptedEngine, Shape
+from umbp.testing.engine.shape import Layers
+from umbp.testing.reference import ReferenceRuntime
+from umbp.testing.runtimes import EagerRuntime, MortalRuntime, WatchedRuntime, plain, slowly
+
+FULL = Layers("full", 1)
+WINDOWS = Layers("sliding", 2, 40)
+STATES = Layers("mamba", 2)
+
+SHAPES: dict[str, Shape] = {
+    "full": Shape(),
+    "full on ranks": Shape(ranks=2),
+    "full in flight": Shape(depth=2),
+    "full, other runner": Shape(runner=2),
+    "windows": Shape(layers=(FULL, WINDOWS)),
+    "windows alone": Shape(layers=(WINDOWS,)),
+    "windows in wide blocks": Shape(layers=(FULL, replace(WINDOWS, head_size=2)), ranks=2),
+    "windows in flight": Shape(layers=(FULL, WINDOWS), depth=2),
+    "chunks": Shape(layers=(FULL, Layers("chunked", 2, 64))),
+    "states": Shape(layers=(FULL, STATES)),
+    "states on ranks": Shape(layers=(FULL, STATES), ranks=2, runner=2),
+    "windows and states": Shape(layers=(FULL, Layers("sliding", 1, 40), Layers("mamba", 1))),
+    "mla": Shape(layers=(Layers("mla", 2),), ranks=2),
+    "one head for two ranks": Shape(ranks=2, kv_heads=1),
+    "stages": Shape(stages=2, ranks=2),
+    "stages with windows": Shape(stages=2, layers=(Layers("full", 2), Layers("sliding", 4, 40))),
+    "lookup": Shape(drafts=3),
+    "drafts": Shape(drafts=2, drafter="eagle"),
+    "drafts in flight": Shape(drafts=2, drafter="eagle", depth=2),
+    "drafts and windows": Shape(drafts=2, drafter="mtp", layers=(FULL, WINDOWS)),
+    "drafts and states": Shape(drafts=2, layers=(FULL, STATES)),
+}
+"""Every kind of engine."""
+
+FAULTS = FaultPlan(
+    load_keys=0.1, load_jobs=0.05, store_keys=0.1, store_jobs=0.05, lookups=0.05, publishes=0.05
+)
+LIFE_STEPS = 250
+
+Around = Callable[[IUMBPRuntime], IUMBPRuntime]
+
+
+@dataclass(frozen=True, slots=True)
+class Nature:
+    """What a life is like beside its engine's shape."""
+
+    pool: str
+    objects: int
+    is_slow: bool
+    is_faulty: bool
+    is_mortal: bool
+    clears: bool
+
+
+def make_pool(kind: str, objects: int, folder: Path) -> IUMBPRuntime:
+    """A pool with room for so many objects."""
+    if kind == "reference":
+        return ReferenceRuntime(objects)
+    if kind == "embedded":
+        options = parse_options({"capacity_bytes": objects * 4096, "num_workers": 1})
+        return EmbeddedRuntime(options)
+    path = pool_path(folder, "p")
+    if not Path(path).exists():
+        Pool.create(path, objects * 4096, slab_bytes=4096, min_object_bytes=512).close()
+    options = parse_options({"mode": "standalone", "pool": "p", "pool_dir": str(folder), "num_workers": 1})
+    return StandaloneRuntime(options)
+
+
+def unchanged(runtime: IUMBPRuntime) -> IUMBPRuntime:
+    return runtime
+
+
+class Life:
+    """One engine's life. `random` decides everything, but for a nature that is given."""
+
+    def __init__(
+        self,
+        random: Random,
+        name: str,
+        root: Path,
+        folder: Path,
+        around: Around = unchanged,
+        nature: Nature | None = None,
+    ) -> None:
+        self.random = random
+        self.name = name
+        self.counts: Counter[str] = Counter()
+        self.clock = TickClock()
+        self._borrowed: list[KVCacheBlock] = []
+        self._sessions: dict[str, Request] = {}
+        self._ended: set[str] = set()
+        self._ids = itertools.count()
+        self.nature = nature or self._drawn_nature()
+        self._build(root, folder, around)
+
+    def _drawn_nature(self) -> Nature:
+        random = self.random
+        return Nature(
+            pool=random.choice(["reference", "reference", "embedded", "standalone"]),
+            objects=random.choice([12, 40, 120, 2000]),
+            is_slow=random.random() < 0.5,
+            is_faulty=random.random() < 0.4,
+            is_mortal=random.random() < 0.4,
+            clears=random.random() < 0.4,
+        )
+
+    def _build(self, root: Path, folder: Path, around: Around) -> None:
+        random, nature = self.random, self.nature
+        self.pool = WatchedRuntime(make_pool(nature.pool, nature.objects, folder))
+        runtime: Any = around(EagerRuntime(self.pool))
+        if nature.is_slow:
+            runtime = slowly(runtime, self.clock, load=1.0, store=1.5)
+        runtime = self.backend = MortalRuntime(runtime)
+        if random.random() < 0.2:
+            # What a runtime can't do is done without.
+            plain(runtime, **{random.choice(["hold", "presence", "watch"]): False})
+        if nature.is_faulty:
+            runtime = FaultyRuntime(runtime, replace(FAULTS, seed=random.randrange(1000)))
+        shape = SHAPES[self.name]
+        in_flight = shape.depth > 1 or shape.stages > 1
+        options = {
+            "load_async": in_flight or random.random() < 0.6,
+            "save_decode_cache": random.random() < 0.5,
+            "write_policy": random.choice(["through", "through", "lazy"]),
+        }
+        key = f"machine {id(self)}"
+        scripted_runtime.TABLE[key] = runtime
+        self._table_key = key
+        smallest = smallest_pool(shape)
+        self.shape = replace(
+            shape,
+            blocks=smallest + random.choice([2, 8, 30]),
+            max_batched_tokens=random.choice([24, 40, 64, 200]),
+            prefix_caching=shape.has_state or random.random() < 0.85,
+            order=random.choice(["fcfs", "fcfs", "priority"]),
+            tells_events=random.random() < 0.3,
+            extra={"mode": scripted_runtime.MODE, "plugin_options": {"runtime": key}} | options,
+        )
+        self.engine = ScriptedEngine(root, self.shape)
+        self.engine.between = self._in_the_middle
+        use_clock(self.engine, self.clock)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.nature}, {self.shape}"
+
+    def close(self) -> None:
+        self.engine.close()
+        scripted_runtime.TABLE.pop(self._table_key, None)
+
+    # A step
+
+    def step(self) -> None:
+        self.clock.advance(self.random.choice([0.0, 0.3, 1.0]))
+        for _ in range(self.random.choice([0, 1, 1, 2])):
+            self.act()
+        self.engine.step()
+        self.pool.audit()
+
+    def act(self) -> None:
+        """One thing that may happen; nothing, where what was drawn can't happen now."""
+        (what,) = self.random.choices(list(ACTS), list(ACTS.values()))
+        before = self.counts[what]
+        getattr(self, f"_{what}")()
+        if self.counts[what] == before:
+            self.counts[what] += 1
+
+    def _in_the_middle(self) -> None:
+        """What arrives between a step's forward and its results."""
+        if self.random.random() < 0.04:
+            self._abort()
+
+    # What users do
+
+    def prompt(self) -> list[int]:
+        """Families share their beginnings; ends lie on block borders as often as not."""
+        random = self.random
+        family = random.randrange(3)
+        shared = random.choice([0, BLOCK, 4 * BLOCK, 6 * BLOCK])
+        tail = random.choice([1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, random.randint(1, 90)])
+        ending = random.randrange(4)
+        return [(family * 101 + i * 7) % 900 + 3 for i in range(shared)] + [
+            (family * 13 + ending * 57 + i * 11) % 900 + 3 for i in range(tail)
+        ]
+
+    def _admit(self) -> None:
+        random = self.random
+        if len(self.live()) >= 7:
+            return
+        self.engine.add(
+            self.prompt(),
+            random.randint(1, 30),
+            salt=random.choice([None, None, None, "a", "b"]),
+            reads_cache=random.random() < 0.9,
+            priority=random.randrange(3),
+        )
+
+    def _abort(self) -> None:
+        if live := self.live():
+            self.engine.abort(self.random.choice(live).request_id)
+
+    def _abort_all(self) -> None:
+        self.engine.abort(*[request.request_id for request in self.live()])
+
+    def _begin_session(self) -> None:
+        if self.shape.has_state or self.shape.drafts or len(self.live()) >= 7:
+            return
+        request = self.engine.add(
+            self.prompt()[:90], self.random.randint(1, 8), request_id=f"s{next(self._ids)}", resumable=True
+        )
+        self._sessions[request.request_id] = request
+
+    def _continue_session(self) -> None:
+        """The next input of a session, or its end."""
+        sessions = self._open_sessions()
+        if not sessions:
+            return
+        session = self.random.choice(sessions)
+        may_grow = session.num_tokens < 120 and not session.streaming_queue
+        self._feed(session, self.prompt()[:40] if may_grow and self.random.random() < 0.7 else None)
+
+    def _feed(self, session: Request, more: list[int] | None) -> None:
+        if more is None:
+            self._ended.add(session.request_id)
+        self.engine.add(
+            more or [1],
+            self.random.randint(1, 8),
+            request_id=session.request_id,
+            resumable=more is not None,
+        )
+
+    def _open_sessions(self) -> list[Request]:
+        return [
+            one
+            for one in self._sessions.values()
+            if not one.is_finished() and one.request_id not in self._ended
+        ]
+
+    # What an operator does
+
+    def _reset(self) -> None:
+        """The engine's own cache is emptied, with whatever runs."""
+        if self._can_preempt_all():
+            self.engine.scheduler.reset_prefix_cache(reset_running_requests=self.random.random() < 0.5)
+
+    def _clear(self) -> None:
+        if self.nature.clears:
+            self.engine.scheduler.reset_prefix_cache(reset_connector=True)
+
+    def _change_weights(self) -> None:
+        if self.nature.clears and self._can_preempt_all():
+            self.engine.change_weights()
+
+    # What goes wrong
+
+    def _land(self) -> None:
+        self.engine.land()
+
+    def _borrow(self) -> None:
+        """Others take blocks, so that allocation fails and requests are preempted."""
+        if self._borrowed:
+            self._give_back()
+            return
+        free = self.engine.pool.get_num_free_blocks()
+        self._borrowed = self.engine.pool.get_new_blocks(self.random.randint(0, free))
+
+    def _give_back(self) -> None:
+        self.engine.pool.free_blocks(self._borrowed)
+        self._borrowed = []
+
+    def _kill(self) -> None:
+        if not self.nature.is_mortal:
+            return
+        if self.backend.is_dead:
+            self.backend.revive()
+        elif self.random.random() < 0.4:
+            self.backend.kill()
+        elif self.random.random() < 0.3:
+            self.backend.kill_scheduler()
+        else:
+            self.backend.kill_rank(self.random.choice(self.backend.ranks))
+
+    def _evict(self) -> None:
+        """The pool loses some of what nobody holds."""
+        inner = self.pool._inner
+        if isinstance(inner, ReferenceRuntime):
+            held = inner.shelf.held_keys()
+            free = [key for key in inner.shelf.objects if key not in held]
+            for key in self.random.sample(free, min(len(free), self.random.randint(1, 12))):
+                inner.shelf.remove(key)
+
+    # The end
+
+    def drain(self) -> None:
+        for session in self._open_sessions():
+            self._feed(session, None)
+        self._give_back()
+        self.clock.advance(10)
+        self.engine.between = lambda: self.clock.advance(1)
+        self.engine.drain(limit=2000)
+
+    def check(self) -> None:
+        self.engine.check_drained()
+        may_leave = self.nature.is_faulty or self.nature.is_mortal
+        self.pool.check_unpinned(is_reserved=may_leave)
+        for request in self.engine.finished.values():
+            if request.status != RequestStatus.FINISHED_ABORTED and request.request_id not in self._sessions:
+                assert request.num_output_tokens == request.max_tokens
+
+    # Inside
+
+    def live(self) -> list[Request]:
+        return [one for one in self.engine.scheduler.requests.values() if not one.is_finished()]
+
+    def _can_preempt_all(self) -> bool:
+        """vLLM takes blocks away from running requests only: not from a load, nor from one that waits to run
+        after its load, nor from a store.
+        """
+        scheduler = self.engine.scheduler
+        holders = [
+            request
+            for request in scheduler.requests.values()
+            if any(scheduler.kv_cache_manager.get_block_ids(request.request_id))
+        ]
+        return all(request.status == RequestStatus.RUNNING for request in holders) and not (
+            self.engine.connector.has_pending_push_work() or self.engine.is_in_flight or self._borrowed
+        )
+
+
+ACTS = {
+    "admit": 60,
+    "abort": 5,
+    "abort_all": 0.5,
+    "begin_session": 3,
+    "continue_session": 6,
+    "reset": 8,
+    "clear": 3,
+    "change_weights": 4,
+    "land": 8,
+    "borrow": 8,
+    "kill": 5,
+    "evict": 5,
+}
+"""What may happen, and how often."""
+
+
+def smallest_pool(shape: Shape) -> int:
+    """Blocks that a request of full length needs, and the null block."""
+    groups = {"full": 16, "mla": 16, "sliding": 16, "chunked": 16, "mamba": 3 + shape.drafts}
+    rarest = min(each.count for each in shape.layers)
+    need = sum(-(-each.count // rarest) * groups[each.kind] for each in shape.layers)
+    return need + (2 if shape.drafts else 0) + 2
+
+
+def use_clock(engine: ScriptedEngine, clock: TickClock) -> None:
+    """The connector's time is the machine's, so that a life is the same in every run."""
+    side: Any = engine.connector.scheduler_side
+    side._clock = side._quarantine._clock = clock
+    for rank in engine.ranks:
+        assert rank.connector is not None
+        worker: Any = rank.connector.worker_side
+        worker._clock = clock
+        worker._nap = lambda seconds: None
+
+
+class LifeError(AssertionError):
+    """A life went wrong."""
+
+    def __init__(self, seed: int, life: int, steps: int, at: int, story: str) -> None:
+        super().__init__(f"seed {seed}, life {life}, step {at}: {story}")
+        self.life = life
+        self.replay = f"make soak STEPS={steps} SEED={seed} LIFE={life}"
+
+
+@contextlib.contextmanager
+def one_life(
+    random: Random, name: str, root: Path, around: Around = lambda runtime: runtime
+) -> Iterator[Life]:
+    """A life of one shape; `around` gives its pool's runtime other properties."""
+    folder = Path(tempfile.mkdtemp(prefix="umbp-machine-", dir="/dev/shm"))
+    try:
+        life = Life(random, name, root, folder, around)
+        try:
+            yield life
+        finally:
+            life.close()
+    finally:
+        shutil.rmtree(folder)
+
+
+def live(
+    seed: int,
+    steps: int,
+    root: Path,
+    *,
+    first: int = 0,
+    around: Around = unchanged,
+    say: Callable[[str], None] = lambda text: None,
+) -> Counter[str]:
+    """So many steps of lives of all shapes in turn, each drawn from the seed and its number; returns what
+    happened how often. `LifeError` tells of the first that goes wrong.
+    """
+    told: Counter[str] = Counter()
+    done = 0
+    for number in itertools.count(first):
+        if done >= steps:
+            break
+        name = list(SHAPES)[number % len(SHAPES)]
+        at, life_steps = 0, min(LIFE_STEPS, steps - done)
+        try:
+            with one_life(Random(f"{seed} {number}"), name, root, around) as life:
+                for at in range(life_steps):  # noqa: B007
+                    life.step()
+                life.drain()
+                life.check()
+                told.update(life.counts)
+                told.update({what: int(count) for what, count in life.engine.stats.counters.items()})
+        except Exception as error:
+            raise LifeError(seed, number, life_steps, at, f"{type(error).__name__}: {error}") from error
+        done += at + 1
+        say(f"{done} steps, {number - first + 1} lives, the last one of {name!r}")
+    return told

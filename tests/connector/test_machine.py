@@ -1,0 +1,159 @@
+"""Random lives of engines of every shape: in whatever order things happen, every byte stays right and every
+account even.
+
+A failure names the life; `make soak SEED=n LIFE=n` runs the same one again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+
+pytest.importorskip("umbp._native", reason="the native core isn't built")
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from machine import ACTS, LIFE_STEPS, SHAPES, Life, LifeError, Nature, live, one_life
+
+from umbp.data import BlockTransferPlan, RankTopology, TransferJobState
+from umbp.runtime.base import IUMBPRuntime, UMBPWorkerHandle
+from umbp.runtime.wrap.passing import PassingRuntime, PassingWorkerHandle
+
+SEED = 1
+STEPS = 50_000
+
+
+@pytest.mark.parametrize("number", range(len(SHAPES)), ids=list(SHAPES))
+def test_a_short_life_of_each_shape_leaves_every_byte_right_and_every_account_even(
+    root: Path, number: int
+) -> None:
+    live(SEED, 60, root, first=number)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fifty_thousand_steps_leave_every_byte_right_and_every_account_even(root: Path) -> None:
+    told = live(SEED, STEPS, root)
+    print(told)
+    for what in ACTS:
+        assert told[what], f"{what} never happened"
+    for counter in ("hit_tokens", "loaded_tokens", "failed_load_tokens", "stored_tokens"):
+        assert told[counter], f"nothing was counted as {counter}"
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(random=st.randoms(use_true_random=False), name=st.sampled_from(list(SHAPES)))
+def test_no_life_that_is_made_to_fail_goes_wrong(root: Path, random: Random, name: str) -> None:
+    with one_life(random, name, root) as life:
+        for _ in range(25):
+            life.step()
+        life.drain()
+        life.check()
+
+
+def test_a_life_is_the_same_in_every_run(root: Path) -> None:
+    def story(number: int) -> list[object]:
+        told: list[object] = []
+        with one_life(Random(number), list(SHAPES)[number], root) as life:
+            for _ in range(80):
+                life.step()
+                told.append((life.clock.now_s, dict(life.counts), life.engine.reused_tokens))
+                told.append({k: v for k, v in life.engine.stats.counters.items() if "seconds" not in k})
+        return told
+
+    for number in range(0, len(SHAPES), 4):
+        assert story(number) == story(number)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_two_engines_on_one_pool_never_see_a_wrong_byte_of_each_other(
+    root: Path, tmp_path: Path, name: str
+) -> None:
+    random = Random(name)
+    objects = random.choice([12, 40, 120, 2000])
+    nature = Nature("standalone", objects, is_slow=True, is_faulty=False, is_mortal=False, clears=False)
+    lives = [Life(Random(f"{name} {n}"), name, root, tmp_path, nature=nature) for n in range(2)]
+    try:
+        for _ in range(100):
+            random.choice(lives).step()
+        for life in lives:
+            life.drain()
+        for life in lives:
+            life.check()
+    finally:
+        for life in lives:
+            life.close()
+
+
+# What the machine is for: it finds runtimes that break their contract
+
+
+class EmptyHandedWorker(PassingWorkerHandle):
+    """Says that loads are complete, and has copied nothing."""
+
+    def load(self, plans: Sequence[BlockTransferPlan]) -> TransferJobState:
+        return completed(plans)
+
+
+class HastyLoader(PassingWorkerHandle):
+    """Says that loads are complete, and copies when it is asked for the next."""
+
+    def __init__(self, inner: UMBPWorkerHandle) -> None:
+        super().__init__(inner)
+        self.late: Sequence[BlockTransferPlan] = []
+
+    def load(self, plans: Sequence[BlockTransferPlan]) -> TransferJobState:
+        super().load(self.late)
+        self.late = plans
+        return completed(plans)
+
+
+class HastyStorer(PassingWorkerHandle):
+    """Says that stores are complete, and copies when it is asked for the next."""
+
+    def __init__(self, inner: UMBPWorkerHandle) -> None:
+        super().__init__(inner)
+        self.late: Sequence[BlockTransferPlan] = []
+
+    def store(self, plans: Sequence[BlockTransferPlan]) -> TransferJobState:
+        super().publish(self.wait(super().store(self.late)))
+        self.late = plans
+        return completed(plans)
+
+    def publish(self, job: TransferJobState) -> None:
+        """It is published when it has been copied."""
+
+
+def completed(plans: Sequence[BlockTransferPlan]) -> TransferJobState:
+    job = TransferJobState(plans)
+    job.start()
+    job.complete()
+    return job
+
+
+class BrokenRuntime(PassingRuntime):
+    """A runtime with workers of one broken kind."""
+
+    def __init__(self, inner: IUMBPRuntime, kind: Callable[[UMBPWorkerHandle], UMBPWorkerHandle]) -> None:
+        super().__init__(inner)
+        self._kind = kind
+
+    def _around_worker(self, inner: UMBPWorkerHandle, topology: RankTopology) -> UMBPWorkerHandle:
+        return self._kind(inner)
+
+
+@pytest.mark.parametrize("kind", [EmptyHandedWorker, HastyLoader, HastyStorer])
+def test_a_runtime_that_breaks_its_contract_is_found_and_its_life_can_be_run_again(
+    root: Path, kind: type[PassingWorkerHandle]
+) -> None:
+    def around(runtime: IUMBPRuntime) -> IUMBPRuntime:
+        return BrokenRuntime(runtime, kind)
+
+    with pytest.raises(LifeError, match=r"hold wrong bytes|have been written") as found:
+        live(SEED, 40 * LIFE_STEPS, root, around=around)
+    with pytest.raises(LifeError) as again:
+        live(SEED, LIFE_STEPS, root, first=found.value.life, around=around)
+    assert str(again.value) == str(found.value)
