@@ -30,6 +30,8 @@ SHAPES = {
     "dealt tokens": Shape(ranks=2, kv_heads=1, dcp=2),
     "dealt latent tokens": Shape(ranks=2, dcp=2, layers=(Layers("mla", 2),)),
     "dealt beside states": Shape(ranks=2, kv_heads=1, dcp=2, layers=(FULL, Layers("mamba", 2))),
+    "prefill shared out": Shape(ranks=2, pcp=2, layers=(Layers("mla", 2),)),
+    "dealt among prefill ranks": Shape(pcp=2, dcp=2, layers=(Layers("mla", 2),)),
     "guessed by lookup": Shape(drafts=3),
     "guessed by a layer": Shape(drafts=2, drafter="eagle"),
     "guessed beside windows": Shape(drafts=2, drafter="mtp", layers=(FULL, Layers("sliding", 2, 40))),

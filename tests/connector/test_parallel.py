@@ -54,6 +54,14 @@ CASES = {
     "dealt tokens on two stages": Case(
         {"ranks": 2, "stages": 2, "depth": 2, "kv_heads": 1, "dcp": 2}, 2 * BLOCK, objects=4
     ),
+    "prefill shared out": Case({"ranks": 2, "pcp": 2, "layers": (LATENT,)}, objects=1),
+    "prefill shared out on two stages": Case(
+        {"pcp": 2, "stages": 2, "depth": 2, "layers": (LATENT,)}, objects=2
+    ),
+    "tokens dealt among prefill ranks": Case({"pcp": 2, "dcp": 2, "layers": (LATENT,)}, 2 * BLOCK, objects=2),
+    "tokens dealt among all ranks": Case(
+        {"ranks": 2, "pcp": 2, "dcp": 4, "layers": (LATENT,)}, 4 * BLOCK, objects=4
+    ),
     "dealt tokens beside states": Case({"ranks": 2, "kv_heads": 1, "dcp": 2, "layers": (FULL, STATE)}),
 }
 

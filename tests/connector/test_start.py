@@ -176,17 +176,6 @@ def test_synchronous_loads_are_refused_in_a_pipeline(
         create(role, (config, cache_config))
 
 
-@ROLES
-def test_a_pool_of_each_workers_own_is_refused_where_vllm_hands_on_one_report_for_several(
-    case: Case, role: KVConnectorRole
-) -> None:
-    """Prefill-context ranks share a key in vLLM's handshake unless decode context is on too."""
-    config, _ = case
-    config.parallel_config.prefill_context_parallel_size = 2
-    with pytest.raises(ConfigError, match=r"^mode 'scripted' can't serve prefill .* mode 'standalone'"):
-        create(role, case)
-
-
 def test_a_pipeline_stage_without_kv_stops_the_start(case: Case) -> None:
     config, cache_config = case
     config.parallel_config.pipeline_parallel_size = 2

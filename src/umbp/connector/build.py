@@ -36,7 +36,6 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     logger.info("UMBP: %s", options.describe())
     topology = EngineTopology.from_vllm_config(vllm_config)
     runtime = _runtime(options)
-    support.require_heard_workers(topology, options, capabilities_of(runtime))
     transfer = _transfer(vllm_config)
     shape = compat.cache_shape(vllm_config, kv_cache_config)
     events = None
@@ -64,7 +63,6 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     options = _checked_options(vllm_config, kv_cache_config)
     topology = EngineTopology.from_vllm_config(vllm_config)
     runtime = _runtime(options)
-    support.require_heard_workers(topology, options, capabilities_of(runtime))
     planner = object_planner(kv_cache_config)
     support.require_layers(topology, planner)
     return WorkerSide(

@@ -38,16 +38,6 @@ def require_shareable_hashes(vllm_config: VllmConfig, options: Options) -> None:
         )
 
 
-def require_heard_workers(topology: RankTopology, options: Options, can: Capabilities) -> None:
-    """Refuse a pool for each worker where vLLM doesn't hand on what every worker reports."""
-    if topology.pcp_size > 1 and topology.dcp_size == 1 and can.attach and not can.shared:
-        raise ConfigError(
-            f"mode {options.mode!r} can't serve prefill context parallelism of {topology.pcp_size} alone, "
-            f"where vLLM hands on what one worker of {topology.pcp_size} reports: use mode 'standalone', or "
-            "decode context parallelism too"
-        )
-
-
 def require_layers(topology: RankTopology, planner: KVLayoutPlanner) -> None:
     """Refuse a pipeline stage that keeps no KV at all: there is nothing that its blocks could be found by."""
     if not planner.regions:

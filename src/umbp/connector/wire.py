@@ -94,14 +94,15 @@ def reports_by_rank(
 ) -> dict[Rank, UMBPHandshakeMetadata]:
     """What vLLM hands on of the workers' reports, by rank; a rank that reported nothing is left out.
 
-    vLLM's key is (pp, tp), with tp counted through the prefill-context ranks where decode context is on.
-    Where it is off those share a key, and only one of them is heard: they hold the same KV, and the one
-    stands for all.
+    vLLM's key is (pp, tp), with tp counted on through the prefill-context ranks where decode context is on as
+    well. Where it is off those share a key, and all but one of them are lost: then there is no answer.
     """
+    if topology.pcp_size > 1 and topology.dcp_size == 1:
+        return {}
     reports = {}
     for rank in topology.all_namespaces():
         tp, pcp, _, pp = rank
-        report = metadata.get((pp, tp if topology.dcp_size == 1 else tp + pcp * topology.tp_size))
+        report = metadata.get((pp, tp + pcp * topology.tp_size))
         if isinstance(report, UMBPHandshakeMetadata):
             reports[rank] = report
     return reports

@@ -49,8 +49,6 @@ class Capabilities:
     """Scheduler: `SupportsWatch`."""
     attach: bool = False
     """Both: the scheduler's `SupportsAttach` needs what each worker's `SupportsHandshakeExtra` made."""
-    shared: bool = False
-    """With `attach`: all ranks use one pool, so what one rank's worker tells will do for another's."""
     cancel: bool = False
     """Worker: `SupportsCancel`."""
     usage: bool = False

@@ -63,7 +63,6 @@ class StandaloneRuntime:
         evicted_keys=True,
         watch=True,
         attach=True,
-        shared=True,
         usage=True,
         local=True,
     )

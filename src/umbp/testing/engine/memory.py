@@ -151,7 +151,7 @@ class Memory:
             for group_id, group in enumerate(config.kv_cache_groups)
             for part in _parts(
                 shape,
-                rank % shape.ranks,
+                rank,
                 group_id,
                 [layers[name] for name in group.layer_names],
                 group.kv_cache_spec,
@@ -190,7 +190,7 @@ class Memory:
 
 def _parts(
     shape: Shape,
-    tp_rank: int,
+    rank: int,
     group_id: int,
     layers: Sequence[Layer],
     spec: KVCacheSpec,
@@ -198,7 +198,9 @@ def _parts(
     columns: Mapping[tuple[str, int], Columns],
 ) -> Iterator[Part]:
     """The group's layers, together where one strided view shows them all."""
-    dcp = (shape.dcp, tp_rank % shape.dcp) if spec.dcp_sharded else (1, 0)
+    pcp_rank, tp_rank = divmod(rank % (shape.ranks * shape.pcp), shape.ranks)
+    # Tokens are dealt out among prefill-context ranks first.
+    dcp = (shape.dcp, (tp_rank * shape.pcp + pcp_rank) % shape.dcp) if spec.dcp_sharded else (1, 0)
     block_tokens = spec.block_size * dcp[0]
     for alike in (False, True):
         chosen = [layer for layer in layers if layer.is_draft is alike]

@@ -104,8 +104,9 @@ def make_config(root: Path, shape: Shape, **changes: Any) -> VllmConfig:
     config.cache_config.kv_cache_layout = shape.layout
     # vLLM has no asynchronous scheduling on CPUs; its scheduler does.
     config.scheduler_config.async_scheduling = shape.depth > 1 and shape.stages == 1
-    # No CPU backend can compute with dealt tokens; the scheduler can plan for it.
+    # No CPU backend can compute in these ways; the scheduler can plan for them.
     config.parallel_config.decode_context_parallel_size = shape.dcp
+    config.parallel_config.prefill_context_parallel_size = shape.pcp
     if shape.has_state:
         config.cache_config.mamba_cache_mode = "align" if shape.prefix_caching else "none"
     if config.speculative_config is not None:
@@ -169,6 +170,7 @@ def cache_configs(config: VllmConfig, shape: Shape | None = None) -> list[KVCach
     parallel = config.parallel_config
     ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     shape = shape or Shape(ranks=ranks, stages=stages)
+    ranks *= shape.pcp
     specs: list[dict[str, KVCacheSpec]] = [
         {layer.name: layer_spec(layer, shape) for layer in stage_layers(shape, stage)}
         for stage in range(stages)

@@ -33,8 +33,9 @@ class Rank:
         shape = shape or Shape(ranks=config.parallel_config.tensor_parallel_size)
         if columns is None:
             columns, _ = plan_columns(shape, [cache_config])
-        self.place = divmod(rank, shape.ranks)
-        """Its stage, and its rank in it."""
+        stage, number = divmod(rank, shape.ranks * shape.pcp)
+        self.place = stage, number if shape.dcp > 1 else number % shape.ranks
+        """Under what vLLM hands on its handshake: its stage, and a number there that others may share."""
         self.connector: UMBPStoreConnector | None = None
         if shape.has_connector:
             connector = KVConnectorFactory.create_connector(

@@ -40,6 +40,9 @@ class Shape:
     """of pipeline parallelism, each with its share of the layers"""
     dcp: int = 1
     """Decode context parallelism: so many neighbouring ranks hold the same heads and deal out the tokens."""
+    pcp: int = 1
+    """Prefill context parallelism: so many times the ranks share out the computing, and hold the same KV unless
+    tokens are dealt out."""
     layers: tuple[Layers, ...] = (Layers(),)
     kv_heads: int | None = None
     """of the whole model; fewer than ranks are held by several of them. None: `HEADS` of each rank's own."""
@@ -68,7 +71,7 @@ class Shape:
 
     @property
     def world(self) -> int:
-        return self.ranks * self.stages
+        return self.ranks * self.pcp * self.stages
 
     @property
     def has_draft_layer(self) -> bool:
