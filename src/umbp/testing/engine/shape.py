@@ -41,7 +41,7 @@ class Shape:
     dcp: int = 1
     """Decode context parallelism: so many neighbouring ranks hold the same heads and deal out the tokens."""
     pcp: int = 1
-    """Prefill context parallelism: so many times the ranks share out the computing, and hold the same KV unless
+    """Prefill context parallelism: so many times the ranks share out the computing, with the same KV unless
     tokens are dealt out."""
     layers: tuple[Layers, ...] = (Layers(),)
     kv_heads: int | None = None
