@@ -191,7 +191,7 @@ nb::dict stats_dict(const Pool& pool) {
   // clang-format off
 #define X(name) d[#name] = s.name;
   X(capacity_bytes) X(max_bytes) X(used_bytes) X(objects) X(slabs) X(free_slabs) X(slots) X(processes) X(namespaces)
-  X(evicted) X(orphaned) X(reserved) X(published) X(abandoned) X(not_now) X(takeovers) X(rebuilds)
+  X(evicted) X(evicted_bytes) X(orphaned) X(reserved) X(published) X(abandoned) X(not_now) X(takeovers) X(rebuilds)
   X(reaped) X(full) X(slab_moves) X(cleared) X(removed_total) X(noted) X(pinned) X(pinned_here) X(deferred_here) X(acquired_hits)
   X(acquired_misses)
 #undef X

@@ -102,7 +102,8 @@ struct alignas(64) Header {
   std::atomic<u32> resizer;
   alignas(64) std::atomic<u64> evicted;
   std::atomic<u64> removed_orphans, reserved_total, published_total, abandoned_total, not_now, takeovers,
-      rebuilds, reaped, full, slab_moves, cleared, acquired_hits, acquired_misses;
+      rebuilds, reaped, full, slab_moves, cleared, acquired_hits, acquired_misses,
+      evicted_bytes;  // last: a pool that was made before it counted has 0 there
 };
 static_assert(sizeof(Header) <= kPageBytes);
 

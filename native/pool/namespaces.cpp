@@ -77,8 +77,7 @@ bool Pool::set_quota(u32 ns, u64 bytes) {
     while (call == 0) call = ++s->header().call_id;
     const u64 most = kBatch * slot_bytes_for(s->geometry().min_object_bytes);
     if (lock->own.choose(ns, kNil, std::min(entry.used_bytes - bytes, most), call, victims) == 0) return true;
-    for (u32 victim : victims) lock->drop(victim);
-    s->header().evicted.fetch_add(victims.size(), std::memory_order_relaxed);
+    for (u32 victim : victims) lock->evict(victim);
   }
 }
 

@@ -142,6 +142,13 @@ void Objects::drop(u32 slot) {
   remember_removed(digest);
 }
 
+void Objects::evict(u32 slot) {
+  const u64 slot_bytes = s.slab_slot_bytes(s.slab_of(slot));
+  drop(slot);
+  s.header().evicted.fetch_add(1, std::memory_order_relaxed);
+  s.header().evicted_bytes.fetch_add(slot_bytes, std::memory_order_relaxed);
+}
+
 void Objects::touch(u32 slot) {
   if (s.record(slot).pins) return;
   leave_orders(slot);

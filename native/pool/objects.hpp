@@ -68,6 +68,7 @@ class Objects {
   void touch(u32 slot);  // used: the youngest again, if it may be evicted
   // Makes an object invisible and frees it, at once or with its last pin. A reservation stays its owner's.
   void drop(u32 slot);
+  void evict(u32 slot);  // drop, and count it as what others needed the room of
 
  private:
   void set_word(SlotRecord& r, u64 word);

@@ -122,6 +122,7 @@ Stats Pool::stats() const {
   while (stats.namespaces < kNamespaceLimit && s->ns(u32(stats.namespaces)).epoch.load() != 0)
     stats.namespaces++;
   stats.evicted = h.evicted;
+  stats.evicted_bytes = h.evicted_bytes;
   stats.orphaned = h.removed_orphans;
   stats.reserved = h.reserved_total;
   stats.published = h.published_total;

@@ -38,8 +38,8 @@ enum class Outcome : u8 {
 
 struct Stats {
   u64 capacity_bytes, max_bytes, used_bytes, objects, slabs, free_slabs, slots, processes, namespaces,
-      evicted, orphaned, reserved, published, abandoned, not_now, takeovers, rebuilds, reaped, full,
-      slab_moves, cleared, acquired_hits, acquired_misses, removed_total, noted, pinned, pinned_here,
+      evicted, evicted_bytes, orphaned, reserved, published, abandoned, not_now, takeovers, rebuilds, reaped,
+      full, slab_moves, cleared, acquired_hits, acquired_misses, removed_total, noted, pinned, pinned_here,
       deferred_here;
 };
 

@@ -218,8 +218,7 @@ void Reservation::drain_other_classes(Objects& objects) {
 bool Reservation::evict(Objects& objects, u32 slot) {
   if (objects.state(slot) != SlotState::published || s_.record(slot).pins)
     return false;  // gone with its slab
-  objects.drop(slot);
-  s_.header().evicted.fetch_add(1, std::memory_order_relaxed);
+  objects.evict(slot);
   return true;
 }
 

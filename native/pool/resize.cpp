@@ -264,8 +264,7 @@ class Resizing {
     require_sound(position_ < end, "a slab without objects is in use");
     for (; position_ < end && evicted < kEvictBatch; position_++) {
       if (objects.state(position_) != SlotState::published) continue;
-      objects.drop(position_);
-      s_.header().evicted.fetch_add(1, std::memory_order_relaxed);
+      objects.evict(position_);
       evicted++;
     }
     return true;

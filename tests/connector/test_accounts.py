@@ -18,7 +18,16 @@ from vllm.v1.request import RequestStatus
 
 from umbp.connector.connector import UMBPStoreConnector
 from umbp.connector.scheduler.account import Ledger, LoadEntry, StoreEntry
-from umbp.connector.stats import COUNTERS, GAUGES, UMBPPromMetrics, UMBPStats
+from umbp.connector.stats import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    LABEL_VALUES,
+    LABELS,
+    OBSERVATIONS_LIMIT,
+    UMBPPromMetrics,
+    UMBPStats,
+)
 from umbp.connector.wire import (
     UMBPConnectorMetadata,
     UMBPConnectorWorkerMetadata,
@@ -139,13 +148,18 @@ def test_stats_that_reach_the_front_end_are_plain_values(make_pool: Any, make_en
 AMOUNTS = st.dictionaries(st.sampled_from(sorted(COUNTERS)), st.integers(0, 1000))
 
 
+def add(stats: UMBPStats, name: str, amount: float) -> None:
+    """Count under the first value of each label."""
+    stats.add(name, amount, *(LABEL_VALUES[label][0] for label in LABELS.get(name, ())))
+
+
 @given(st.lists(AMOUNTS, max_size=5))
 def test_aggregation_adds_whatever_is_there_also_nothing(parts: list[dict[str, int]]) -> None:
     total = UMBPStats()
     for part in parts:
         stats = UMBPStats()
         for name, amount in part.items():
-            stats.add(name, amount)
+            add(stats, name, amount)
         total = total.aggregate(stats)
     expected = {name: sum(part.get(name, 0) for part in parts) for name in COUNTERS}
     assert {name: total.counters.get(name, 0) for name in COUNTERS} == expected
@@ -164,6 +178,31 @@ def test_empty_stats_are_none_and_never_raise() -> None:
     assert built.is_empty()
     stats.add("asked_tokens", 0)
     assert stats.take() is None
+
+
+def test_a_counter_has_the_labels_that_are_its_own() -> None:
+    stats = UMBPStats()
+    stats.add("failed_load_tokens", 16, "dram", "absent")
+    stats.add("failed_load_tokens", 32, "dram", "damaged")
+    assert stats.counters == {"failed_load_tokens": 48}
+    with pytest.raises(ValueError, match="labels"):
+        stats.add("failed_load_tokens", 1)
+    with pytest.raises(ValueError, match="labels"):
+        stats.add("asked_tokens", 1, "dram")
+
+
+def test_what_is_observed_is_bounded_and_the_log_shows_its_middle_and_its_end() -> None:
+    stats = UMBPStats()
+    for number in range(OBSERVATIONS_LIMIT):
+        stats.observe("load_job_seconds", number / 1000)
+    other = UMBPStats()
+    other.observe("load_job_seconds", 5.0)
+    total = UMBPStats().aggregate(stats).aggregate(other)
+    assert len(total.seconds["load_job_seconds"]) == OBSERVATIONS_LIMIT
+    assert not total.is_empty()
+    shown = other.aggregate(UMBPStats(data={"seconds": {"load_job_seconds": [0.001, 0.002]}})).reduce()
+    assert shown == {"load_job_median_ms": 2.0, "load_job_max_ms": 5000.0}
+    assert UMBPStats(data={"seconds": {"load_job_seconds": []}}).reduce() == {}
 
 
 def test_taken_stats_start_anew() -> None:
@@ -195,7 +234,11 @@ def test_prometheus_is_given_every_counter_and_gauge(make_engine: Any) -> None:
     metrics = UMBPPromMetrics(config, kinds, ["model_name", "engine"], {0: ["m", "0"]})
     try:
         stats = UMBPStats()
-        stats.add("loaded_tokens", 96)
+        stats.add("loaded_tokens", 96, "dram")
+        stats.add("failed_load_tokens", 16, "dram", "absent")
+        stats.add("failed_load_tokens", 32, "shelf", "absent")
+        stats.observe("load_job_seconds", 0.003)
+        stats.observe("load_job_seconds", 0.2)
         stats.set_gauges(0, {"pool_objects": 5.0})
         metrics.observe({})
         metrics.observe(stats.data)
@@ -204,10 +247,18 @@ def test_prometheus_is_given_every_counter_and_gauge(make_engine: Any) -> None:
     finally:
         for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:
             prometheus_client.REGISTRY.unregister(collector)
-    assert 'vllm:umbp_loaded_tokens_total{engine="0",model_name="m"} 192.0' in text
+    assert 'vllm:umbp_loaded_tokens_total{engine="0",model_name="m",tier="dram"} 192.0' in text
+    failed = 'vllm:umbp_failed_load_tokens_total{engine="0",model_name="m",reason="%s",tier="%s"} %s'
+    assert failed % ("absent", "dram", 32.0) in text
+    assert failed % ("absent", "shelf", 64.0) in text, "a tier that nobody knew of"
+    assert failed % ("damaged", "dram", 0.0) in text, "rates need a beginning"
+    assert 'vllm:umbp_load_job_seconds_bucket{engine="0",le="0.005",model_name="m"} 2.0' in text
+    assert 'vllm:umbp_load_job_seconds_count{engine="0",model_name="m"} 4.0' in text
     assert 'vllm:umbp_pool_objects{engine="0",model_name="m"} 5.0' in text
     for name in COUNTERS:
         assert f"vllm:umbp_{name}_total" in text
+    for name in HISTOGRAMS:
+        assert f"vllm:umbp_{name}_bucket" in text
 
 
 # Ledgers
@@ -216,7 +267,7 @@ def test_prometheus_is_given_every_counter_and_gauge(make_engine: Any) -> None:
 def test_an_entry_closes_once_when_every_rank_has_reported() -> None:
     closed: list[tuple[Any, set[tuple[int, bytes]]]] = []
     ledger: Ledger[StoreEntry] = Ledger(
-        2, lambda entry, result: closed.append((entry, result.failed_objects))
+        2, lambda entry, result, reason: closed.append((entry, result.failed_objects))
     )
     entry = StoreEntry({})
     event = ledger.open(entry)
@@ -233,7 +284,7 @@ def test_an_entry_closes_once_when_every_rank_has_reported() -> None:
 
 
 def test_an_audit_finds_an_entry_that_should_be_closed() -> None:
-    ledger: Ledger[LoadEntry] = Ledger(1, lambda entry, result: None)
+    ledger: Ledger[LoadEntry] = Ledger(1, lambda entry, result, reason: None)
     event = ledger.open(LoadEntry("r", "r#0", (1,), ((0, b"a"),), BLOCK, 0.0))
     assert [entry.request_id for entry in ledger.entries()] == ["r"]
     ledger._open[event].result.completed_workers = 1
@@ -242,7 +293,7 @@ def test_an_audit_finds_an_entry_that_should_be_closed() -> None:
 
 
 def test_event_numbers_are_never_used_again() -> None:
-    ledger: Ledger[StoreEntry] = Ledger(1, lambda entry, result: None)
+    ledger: Ledger[StoreEntry] = Ledger(1, lambda entry, result, reason: None)
     events = []
     for _ in range(5):
         events.append(ledger.open(StoreEntry({})))

@@ -206,6 +206,24 @@ def test_clearing_clears_every_stage(pool: Any, pipeline_on: Any) -> None:
     assert pipeline.view.present(0, HASHES) == 2
 
 
+def test_a_watched_block_is_lost_with_the_first_stage_that_loses_it(pool: Any, pipeline_on: Any) -> None:
+    pipeline = pipeline_on(pool, MIXED)
+    first, second = pipeline.view._stages
+    pipeline.store(HASHES[:3])
+    pipeline.store(HASHES[3:4], [(0, 0, 0, 0)])
+    pipeline.store(HASHES[:1], [(0, 0, 0, 1)], group=1)
+    assert pipeline.view.watch(0, HASHES[:5]) == [True, True, True, False, False]
+    assert pipeline.view.watch(1, HASHES[:2]) == [True, False], "only the second stage has such layers"
+    assert pipeline.view.watch(2, HASHES[:1]) == [False]
+    assert pipeline.view.take_lost() == []
+    assert second.handle.clear()
+    assert set(pipeline.view.take_lost()) == {(0, HASHES[0]), (0, HASHES[1]), (0, HASHES[2]), (1, HASHES[0])}
+    pipeline.store(HASHES[:1], [(0, 0, 0, 1)])
+    assert pipeline.view.watch(0, HASHES[:1]) == [True]
+    assert first.handle.clear()
+    assert (0, HASHES[0]) in pipeline.view.take_lost()
+
+
 def test_what_one_owner_holds_adds_up_and_goes_together(make_pool: Any, pipeline_on: Any) -> None:
     pool = make_pool()
     pipeline = pipeline_on(pool, ((0, 1), (0, 1)))

@@ -117,12 +117,15 @@ class Engine:
         return bool(self._llm.reset_prefix_cache(reset_connector=with_connector))
 
     def metrics(self) -> dict[str, float]:
-        from vllm.v1.metrics.reader import Counter, Gauge
+        from vllm.v1.metrics.reader import Counter, Gauge, Histogram
 
         totals: dict[str, float] = {}
         for metric in self._llm.get_metrics():
             if isinstance(metric, Counter | Gauge):
                 totals[metric.name] = totals.get(metric.name, 0.0) + metric.value
+            elif isinstance(metric, Histogram):
+                name = f"{metric.name}_count"
+                totals[name] = totals.get(name, 0.0) + metric.count
         return totals
 
     def call(self, name: str, arguments: tuple[Any, ...]) -> Any:

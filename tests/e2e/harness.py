@@ -59,8 +59,8 @@ class EngineSpec:
     """Everything that makes an engine what it is. Equal specifications may share an engine.
 
     `connector` is the extra configuration of UMBP's connector as (name, value) pairs, or None for no
-    connector; `transfer` overrides or adds fields of vLLM's KVTransferConfig; `arguments` are for vLLM's
-    `LLM`; `environment` is added to the process's.
+    connector; `transfer` overrides or adds fields of vLLM's KVTransferConfig, `events` are those of its
+    KVEventsConfig; `arguments` are for vLLM's `LLM`; `environment` is added to the process's.
     """
 
     model: models.Shape = models.TINY
@@ -72,6 +72,7 @@ class EngineSpec:
     is_in_process: bool = False
     connector: tuple[tuple[str, Any], ...] | None = None
     transfer: tuple[tuple[str, Any], ...] = ()
+    events: tuple[tuple[str, Any], ...] = ()
     arguments: tuple[tuple[str, Any], ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
 
@@ -114,6 +115,8 @@ class EngineSpec:
         transfer |= dict(self.transfer)
         if transfer:
             arguments["kv_transfer_config"] = transfer
+        if self.events:
+            arguments["kv_events_config"] = dict(self.events)
         return arguments | dict(self.arguments)
 
     def process_environment(self, run_folder: Path) -> dict[str, str]:
@@ -310,7 +313,9 @@ class EngineProcess:
         return bool(self.call_child("reset_prefix_cache", with_connector))
 
     def metrics(self) -> dict[str, float]:
-        """All counters and gauges by name, labels summed; those of the connector begin with `vllm:umbp_`."""
+        """All counters and gauges by name, and how often histograms observed as `<name>_count`, labels
+        summed; those of the connector begin with `vllm:umbp_`.
+        """
         metrics: dict[str, float] = self.call_child("metrics")
         return metrics
 

@@ -90,6 +90,10 @@ def test_a_restored_prompt_is_answered_as_the_engines_own_hit_is(engine: EngineP
     after = engine.metrics()
     assert after["vllm:umbp_loaded_tokens"] - before["vllm:umbp_loaded_tokens"] == restorable(length)
     assert after["vllm:umbp_failed_load_tokens"] == 0
+    assert after["vllm:umbp_hit_tokens"] - before["vllm:umbp_hit_tokens"] == restorable(length)
+    jobs = "vllm:umbp_load_job_seconds_count"
+    assert after[jobs] - before[jobs] == engine.spec.tensor_parallel * (restorable(length) > 0)
+    assert after["vllm:umbp_store_job_seconds_count"] == before["vllm:umbp_store_job_seconds_count"]
 
 
 def test_one_changed_early_token_is_a_miss_and_changes_the_answer(engine: EngineProcess) -> None:

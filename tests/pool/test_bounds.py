@@ -148,3 +148,4 @@ def test_large_objects_take_a_slab_of_many_small_ones_over_several_holds(
     stats = pool.stats()
     assert stats["slab_moves"] == 1
     assert stats["evicted"] == 2000
+    assert stats["evicted_bytes"] == 2000 * SLOT

@@ -146,7 +146,7 @@ def test_a_pool_without_room_loses_the_tail_and_says_so(runs: BlockRuns) -> None
         mover = ObjectMover(pool, pool.namespace("a"), engine, has_checksums=False)
         moved = mover.store(move(runs, list("abcdef")), None)
         assert moved.is_done.tolist() == [True] * 4 + [False] * 2
-        assert moved.error == "no room: full"
+        assert moved.error == "full: no room (full)"
         mover.close()
         assert pool.stats()["pinned"] == 0
 

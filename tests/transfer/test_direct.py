@@ -292,7 +292,7 @@ def test_a_failed_transfer_is_a_lost_key_and_nothing_more(
     device.faults["synchronize"] = 1
     moved = mover.store(Move(runs, keys, [0, 1], keys), mover.fence())
     assert moved.is_done.tolist() == [False, False]
-    assert moved.error == "copy failed: failed"
+    assert moved.error == "failed: the copy ended with failed"
     assert pool.stats()["pinned"] == 0
     assert mover.store(Move(runs, keys, [0, 1], keys), mover.fence()).is_done.all()
     assert mover.publish(keys) == []

@@ -15,6 +15,7 @@ from umbp.data import (
     BlockLoadBatch,
     BlockStoreBatch,
     BlockTransferPlan,
+    LossReason,
     Rank,
     RankTopology,
     StoreEventResult,
@@ -57,6 +58,9 @@ class UMBPConnectorWorkerMetadata(KVConnectorWorkerMetadata):
     timed_step: int = -1
     hello: dict[Rank, UMBPHandshakeMetadata] = field(default_factory=dict)
     """In a worker's first step: its handshake, for a scheduler that vLLM has not given it to."""
+    store_reasons: dict[int, LossReason] = field(default_factory=dict)
+    load_reasons: dict[int, LossReason] = field(default_factory=dict)
+    """Why an event's first objects failed, where some have."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> UMBPConnectorWorkerMetadata:
         """Take in another worker's report and return self; nothing is shared with `other` afterwards."""
@@ -65,6 +69,9 @@ class UMBPConnectorWorkerMetadata(KVConnectorWorkerMetadata):
         for mine, theirs in ((self.store_events, other.store_events), (self.load_events, other.load_events)):
             for event, result in theirs.items():
                 mine.setdefault(event, StoreEventResult()).merge(result)
+        # Of several reasons the first that was told counts.
+        self.store_reasons = other.store_reasons | self.store_reasons
+        self.load_reasons = other.load_reasons | self.load_reasons
         self.timed_step = max(self.timed_step, other.timed_step)
         self.hello.update(other.hello)
         return self

@@ -9,6 +9,7 @@ Runs in a worker's process, on the thread that runs the model. One step calls, i
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from umbp.data import (
     UMBPNamespace,
     localized_plans,
     plans_in_groups,
+    reason_of,
 )
 from umbp.errors import UMBPError
 from umbp.options import Options
@@ -88,7 +90,10 @@ class WorkerSide:
         self._rank_number = topology.all_namespaces().index(self._rank)
         self._codec = BlockIdentityCodec(namespace.value, *_codec_ranks(topology))
         self._planned_layers = {region.layer_name for region in planner.regions}
-        self._group_ids = frozenset(region.group_id for region in planner.regions)
+        self._object_bytes: Counter[int] = Counter()
+        for region in planner.regions:
+            self._object_bytes[region.group_id] += region.block_bytes
+        self._group_ids = frozenset(self._object_bytes)
         self._kv_tp_replicas = kv_tp_replicas
         self._timeout_s = options.timeout_ms / 1000
         self._clock = clock
@@ -107,7 +112,8 @@ class WorkerSide:
         self._is_idle_step = False
         self._copies_in_place = False
         self._stats = UMBPStats()
-        self._evicted_objects = 0.0
+        self._totals = {"evicted_objects": 0.0, "evicted_bytes": 0.0}
+        """What the runtime counts from its start on, as it was last told."""
         self._next_gauges_s = 0.0
         self._next_complaint_s = float("-inf")
         self._untold_losses = 0
@@ -212,10 +218,10 @@ class WorkerSide:
         if self._can.usage and (self._is_idle_step or self._clock() >= self._next_gauges_s):
             self._next_gauges_s = self._clock() + GAUGE_INTERVAL_S
             usage = dict(self._handle.usage())
-            evicted = usage.pop("evicted_objects", 0.0)
-            # A running total that shrinks would end the engine's metrics, and the engine with them.
-            self._stats.add("evicted_objects", max(0.0, evicted - self._evicted_objects))
-            self._evicted_objects = evicted
+            for name, before in self._totals.items():
+                total = self._totals[name] = usage.pop(name, 0.0)
+                # A running total that shrinks would end the engine's metrics, and the engine with them.
+                self._stats.add(name, max(0.0, total - before), self._can.tier)
             self._stats.set_gauges(self._rank_number, usage)
         return self._stats.take()
 
@@ -262,12 +268,13 @@ class WorkerSide:
             self._failed_requests.add(load.request_id)
         else:
             self._failed_block_ids.update(plan.block_id for plan in lost)
-        objects = {(plan.group_id or 0, _hash_of(plan.key)) for plan in lost}
-        self._report.load_events[load.event] = StoreEventResult(1, objects)
+        self._report.load_events[load.event] = self._result(1, lost)
         if lost:
+            self._report.load_reasons[load.event] = reason_of(job)
+            self._count_losses("failed_load_bytes", lost, job)
             self._tell_of_losses(len(lost), job.error)
-        self._stats.add("loaded_bytes", job.completed_bytes)
-        self._stats.add("load_seconds", self._clock() - load.started_s)
+        self._stats.add("loaded_bytes", job.completed_bytes, self._can.tier)
+        self._count_seconds("load", load)
 
     def _end_store(self, store: _Running, job: TransferJobState) -> None:
         if job.completed_keys:
@@ -281,15 +288,29 @@ class WorkerSide:
                 job.completed_keys.clear()
                 job.fail(job.keys, str(error))
         lost = [plan for plan in job.plans if plan.key not in job.completed_keys] if _has_loss(job) else []
-        objects = {(plan.group_id or 0, _hash_of(plan.key)) for plan in lost}
-        self._stats.add("stored_bytes", job.completed_bytes)
-        self._stats.add("store_seconds", self._clock() - store.started_s)
+        self._stats.add("stored_bytes", job.completed_bytes, self._can.tier)
+        self._count_seconds("store", store)
         self._store_parts[store.event] -= 1
         is_last = self._store_parts[store.event] == 0
         if is_last:
             del self._store_parts[store.event]
         result = self._report.store_events.setdefault(store.event, StoreEventResult())
-        result.merge(StoreEventResult(1 if is_last else 0, objects))
+        result.merge(self._result(1 if is_last else 0, lost))
+        if lost:
+            self._report.store_reasons.setdefault(store.event, reason_of(job))
+            self._count_losses("dropped_store_bytes", lost, job)
+
+    def _result(self, workers: int, lost: Sequence[BlockTransferPlan]) -> StoreEventResult:
+        return StoreEventResult(workers, {(plan.group_id or 0, _hash_of(plan.key)) for plan in lost})
+
+    def _count_losses(self, counter: str, lost: Sequence[BlockTransferPlan], job: TransferJobState) -> None:
+        size = sum(self._object_bytes[plan.group_id or 0] for plan in lost)
+        self._stats.add(counter, size, self._can.tier, reason_of(job))
+
+    def _count_seconds(self, direction: str, running: _Running) -> None:
+        seconds = self._clock() - running.started_s
+        self._stats.add(f"{direction}_seconds", seconds)
+        self._stats.observe(f"{direction}_job_seconds", seconds)
 
     def _tell_of_losses(self, blocks: int, reason: str | None) -> None:
         """One line a minute, with what came together since the last."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from umbp.data.identity import BlockIdentityCodec, EngineTopology, Rank, RankTopology, UMBPNamespace
 from umbp.data.jobs import StoreEventResult, TransferJobState, TransferJobStatus
 from umbp.data.layout import KVLayoutDescriptor, KVLayoutPlanner, KVRange, KVRegion, TensorLike
+from umbp.data.losses import LossReason, reason_of
 from umbp.data.plans import (
     BlockLoadBatch,
     BlockStoreBatch,
@@ -35,6 +36,7 @@ __all__ = [
     "KVRange",
     "KVRegion",
     "LoadSpec",
+    "LossReason",
     "Rank",
     "RankTopology",
     "RequestTracker",
@@ -48,6 +50,7 @@ __all__ = [
     "UMBPNamespace",
     "localized_plans",
     "plans_in_groups",
+    "reason_of",
 ]
 
 _WIRE = frozenset({"UMBPConnectorMetadata", "UMBPConnectorWorkerMetadata", "UMBPHandshakeMetadata"})

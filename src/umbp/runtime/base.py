@@ -55,6 +55,8 @@ class Capabilities:
     """Worker: `SupportsUsage`."""
     local: bool = False
     """Worker: a job is copies within this host's memory, so `wait` lasts as long as those and no longer."""
+    tier: str = "other"
+    """Both: what keeps the objects, in a word, for metrics."""
 
 
 def capabilities_of(runtime: IUMBPRuntime) -> Capabilities:
@@ -116,6 +118,8 @@ class UMBPSchedulerHandle(Protocol):
 @runtime_checkable
 class UMBPWorkerHandle(Protocol):
     """What a worker may ask. Plans come in the worker's own keys, as a list or as one of the two batches.
+
+    A job's `error` that begins with a word of `LossReason` and a colon is counted under that word.
 
     Plans may carry ranges; those without are resolved by block and group against the registered buffers.
     """
@@ -317,6 +321,6 @@ class SupportsUsage(Protocol):
 
     def usage(self) -> Mapping[str, float]:
         """`pool_capacity_bytes`, `pool_used_bytes`, `pool_objects`, `pool_pinned_objects`, and the running
-        total `evicted_objects`; cheap, never raises.
+        totals `evicted_objects` and, where known, `evicted_bytes`; cheap, never raises.
         """
         ...

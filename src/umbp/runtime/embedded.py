@@ -41,6 +41,7 @@ class EmbeddedRuntime:
         attach=True,
         usage=True,
         local=True,
+        tier="dram",
     )
 
     def __init__(self, options: Options) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from umbp.data import TransferJobState
+from umbp.data import LossReason, TransferJobState
 from umbp.errors import ConfigError, SegmentError
 from umbp.pool import CopyStatus, Outcome, Pool, slot_bytes
 from umbp.runtime.moves import Move
@@ -68,7 +68,7 @@ class ObjectMover:
             self._pool.release(held)
         moved = Moved.none_of(move)
         if len(rows) < len(outcomes):
-            moved.error = "not stored"
+            moved.error = f"{LossReason.ABSENT}: not stored"
         self._settle_copies(moved, move, rows, statuses)
         damaged = [move.names[row] for row in rows[statuses == CopyStatus.BAD_CHECKSUM].tolist()]
         if damaged:
@@ -102,7 +102,9 @@ class ObjectMover:
                 moved.is_done[row] = move.keys[row] not in lost_here
             refused = np.flatnonzero(~moved.is_done & (outcomes != Outcome.RESERVED))
             if len(refused):
-                moved.error = f"no room: {Outcome(outcomes[refused[-1]]).name.lower()}"
+                outcome = Outcome(outcomes[refused[-1]])
+                reason = LossReason.BUSY if outcome == Outcome.NOT_NOW else LossReason.FULL
+                moved.error = f"{reason}: no room ({outcome.name.lower()})"
         if not is_good.all():
             self._pool.abandon(tickets[rows[~is_good]])
         return moved
@@ -147,7 +149,9 @@ class ObjectMover:
         moved.copied_bytes[rows[is_good]] = move.runs.object_bytes
         bad = statuses[~is_good]
         if len(bad):
-            moved.error = f"copy failed: {CopyStatus(bad[-1]).name.lower()}"
+            status = CopyStatus(bad[-1])
+            reason = LossReason.DAMAGED if status == CopyStatus.BAD_CHECKSUM else LossReason.FAILED
+            moved.error = f"{reason}: the copy ended with {status.name.lower()}"
         return is_good
 
     def _keep(self, keys: Sequence[str], tickets: npt.NDArray[np.uint64]) -> None:

@@ -20,6 +20,7 @@ from umbp.data import (
     BlockIdentityCodec,
     BlockTransferPlan,
     KVLayoutDescriptor,
+    LossReason,
     TensorLike,
     TransferJobState,
     TransferJobStatus,
@@ -49,6 +50,9 @@ _USAGE = {
     "pool_pinned_objects": "pinned",
 }
 """The gauges, by what the pool calls them."""
+
+_EVICTIONS = {"evicted": "evicted_objects", "evicted_bytes": "evicted_bytes"}
+"""What the pool counts of evictions, and its name in the usage."""
 
 
 class PoolKeeper(Protocol):
@@ -113,7 +117,8 @@ class PoolWorkerHandle:
         self._loader = ThreadPoolExecutor(1, "umbp-load", _use_free_cores)
         self._storer = ThreadPoolExecutor(1, "umbp-store", _use_free_cores)
         self._notes: weakref.WeakKeyDictionary[TransferJobState, _Note] = weakref.WeakKeyDictionary()
-        self._evicted_objects = self._evicted_before = 0
+        self._evicted = dict.fromkeys(_EVICTIONS, 0)
+        self._evicted_before = dict.fromkeys(_EVICTIONS, 0)
         self._is_closed = False
 
     def register_buffers(self, kv_caches: Mapping[str, TensorLike]) -> None:
@@ -167,9 +172,9 @@ class PoolWorkerHandle:
             if job.status is TransferJobStatus.CANCELLED:
                 note.mover.abandon(note.keys)
                 return
-            lost, reason = note.mover.publish(note.keys), "cleared before it was published"
+            lost, reason = note.mover.publish(note.keys), f"{LossReason.CLEARED}: before it was published"
         except SegmentError as error:  # the pool has been left, as it was replaced
-            lost, reason = sorted(job.completed_keys), str(error)
+            lost, reason = sorted(job.completed_keys), f"{LossReason.GONE}: {error}"
         if lost:
             job.completed_keys.difference_update(lost)
             job.fail(lost, reason)
@@ -182,10 +187,11 @@ class PoolWorkerHandle:
         stats = dict.fromkeys(_USAGE.values(), 0) if mover is None else mover.pool.stats()
         if mover is not None:
             # Another pool counts from another number; what went before this worker came isn't its own.
-            self._evicted_objects += stats["evicted"] - self._evicted_before
-            self._evicted_before = stats["evicted"]
+            for name, before in self._evicted_before.items():
+                self._evicted[name] += stats[name] - before
+                self._evicted_before[name] = stats[name]
         usage = {name: float(stats[counter]) for name, counter in _USAGE.items()}
-        return usage | {"evicted_objects": float(self._evicted_objects)}
+        return usage | {_EVICTIONS[name]: float(total) for name, total in self._evicted.items()}
 
     def close(self) -> None:
         if self._is_closed:
@@ -230,8 +236,10 @@ class PoolWorkerHandle:
 
     def _why_nothing_moves(self) -> str:
         if self._is_closed:
-            return "the handle is closed"
-        return "no buffers are registered" if self._groups is None else "the pool is gone"
+            return f"{LossReason.GONE}: the handle is closed"
+        if self._groups is None:
+            return f"{LossReason.FAILED}: no buffers are registered"
+        return f"{LossReason.GONE}: the pool is gone"
 
     def _current_mover(self) -> ObjectMover | None:
         """The mover of the pool that is there now."""
@@ -244,7 +252,8 @@ class PoolWorkerHandle:
         if self._mover is None and found is not None:
             pool, namespace_id = found
             self._mover = ObjectMover(pool, namespace_id, self._engine, self._options.verify == "always")
-            self._evicted_before = pool.stats()["evicted"]
+            stats = pool.stats()
+            self._evicted_before = {name: stats[name] for name in _EVICTIONS}
         return self._mover
 
     def _retire(self, mover: ObjectMover, engine: Engine) -> None:

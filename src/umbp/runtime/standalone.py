@@ -65,6 +65,7 @@ class StandaloneRuntime:
         attach=True,
         usage=True,
         local=True,
+        tier="dram",
     )
 
     def __init__(self, options: Options) -> None:

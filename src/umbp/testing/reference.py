@@ -17,6 +17,7 @@ from umbp.data import (
     KVLayoutDescriptor,
     KVLayoutPlanner,
     KVRange,
+    LossReason,
     Rank,
     RankTopology,
     TensorLike,
@@ -43,6 +44,7 @@ class ReferenceRuntime:
         cancel=True,
         usage=True,
         local=True,
+        tier="dram",
     )
 
     def __init__(self, capacity: int = 1 << 20) -> None:
@@ -247,7 +249,7 @@ class ReferenceWorkerHandle:
         for plan in self._movable(job):
             stored = self._shelf.objects.get(plan.key)
             if stored is None:
-                job.fail([plan.key], "not stored")
+                job.fail([plan.key], f"{LossReason.ABSENT}: not stored")
                 continue
             for piece in self._ranges(plan):
                 content = stored[piece.object_offset : piece.object_offset + piece.length]
@@ -262,7 +264,7 @@ class ReferenceWorkerHandle:
         for plan in self._movable(job):
             if plan.key not in shelf.objects and plan.key not in shelf.written:
                 if not shelf.make_room():
-                    job.fail([plan.key], "no room")
+                    job.fail([plan.key], f"{LossReason.FULL}: no room")
                     continue
                 content = bytearray(sum(piece.length for piece in self._ranges(plan)))
                 for piece in self._ranges(plan):
@@ -322,7 +324,8 @@ class ReferenceWorkerHandle:
         if not job.keys:
             job.complete()
         elif self._is_closed or self._shelf.is_dead:
-            job.fail(job.keys, "closed" if self._is_closed else "the backend is dead")
+            what = "the handle is closed" if self._is_closed else "the backend is dead"
+            job.fail(job.keys, f"{LossReason.GONE}: {what}")
         else:
             return job.plans
         return ()

@@ -28,11 +28,19 @@ from umbp.testing.reference import ReferenceRuntime
 
 
 class PickyRuntime(PassingRuntime):
-    """A runtime whose loads lose chosen keys: `loses(rank, index, key)` says which, by place in the load."""
+    """A runtime whose loads lose chosen keys: `loses(rank, index, key)` says which, by place in the load, and
+    the job says why by `error`.
+    """
 
-    def __init__(self, inner: IUMBPRuntime, loses: Callable[[int, int, str], bool]) -> None:
+    def __init__(
+        self,
+        inner: IUMBPRuntime,
+        loses: Callable[[int, int, str], bool],
+        error: str = "lost on purpose",
+    ) -> None:
         super().__init__(inner)
         self.loses = loses
+        self.error = error
         self.loads: list[int] = []
         """How many keys each load of rank 0 had."""
 
@@ -56,7 +64,7 @@ class PickyWorkerHandle(PassingWorkerHandle):
             key for index, key in enumerate(job.key_column) if self._runtime.loses(self._rank, index, key)
         }
         if lost:
-            job.fail(lost, "lost on purpose")
+            job.fail(lost, self._runtime.error)
         self._jobs[job] = super().load(without(plans, lost))
         return job
 

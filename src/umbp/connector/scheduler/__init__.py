@@ -33,7 +33,7 @@ from umbp.connector.wire import (
     UMBPConnectorWorkerMetadata,
     UMBPHandshakeMetadata,
 )
-from umbp.data import BlockLoadBatch, Rank, StoreEventResult
+from umbp.data import BlockLoadBatch, LossReason, Rank, StoreEventResult
 from umbp.errors import InvariantError, UMBPError
 from umbp.options import Options
 
@@ -122,7 +122,7 @@ class SchedulerSide:
             )
         else:
             runs = frozenset(g.group_id for g in self._shape.groups if g.kind is GroupKind.FULL)
-            self._writer = ThroughWriter(self._planner, block_pool, self._stats, runs)
+            self._writer = ThroughWriter(self._planner, block_pool, self._stats, self._pool.tier, runs)
 
     def bind_workers(self, reports: Mapping[Rank, UMBPHandshakeMetadata]) -> None:
         """Adopt the workers' namespace and attach to their pools; called at start, and again after a
@@ -252,9 +252,9 @@ class SchedulerSide:
         if self._timer is not None:
             self._timer.end(report.timed_step)
         for event, result in report.load_events.items():
-            self._loads.report(event, result)
+            self._loads.report(event, result, report.load_reasons.get(event))
         for event, result in report.store_events.items():
-            self._stores.report(event, result)
+            self._stores.report(event, result, report.store_reasons.get(event))
             self._settle_reset(event)
 
     def has_pending_stores(self) -> bool:
@@ -333,7 +333,8 @@ class SchedulerSide:
         if state.answer is not None:
             asked_tokens = state.answer.limit_tokens - state.answer.local_tokens
             self._stats.add("asked_tokens", max(asked_tokens, 0))
-        self._stats.add("hit_tokens", external_tokens)
+            self._stats.add("passed_hit_tokens", state.passed_tokens, self._pool.tier)
+        self._stats.add("hit_tokens", external_tokens, self._pool.tier)
         self._note(state, "admit")
 
     def _note(self, state: RequestState, phase: str) -> None:
@@ -375,7 +376,7 @@ class SchedulerSide:
             state.has_failed_load = True
             self._stats.add("failed_load_requests", 1)
 
-    def _close_load(self, entry: LoadEntry, result: StoreEventResult) -> None:
+    def _close_load(self, entry: LoadEntry, result: StoreEventResult, reason: LossReason) -> None:
         self._filling.difference_update(name for _, name in entry.objects)
         self._pool.unhold(entry.owner)
         for one in result.failed_objects:
@@ -383,8 +384,9 @@ class SchedulerSide:
         failed_tokens = self._failed_tokens(entry, len(result.failed_objects))
         if not failed_tokens and self._load_async:
             self._worth.observe_load(entry.tokens, self._clock() - entry.planned_s)
-        self._stats.add("failed_load_tokens", failed_tokens)
-        self._stats.add("loaded_tokens", entry.tokens - failed_tokens)
+        tier = self._pool.tier
+        self._stats.add("failed_load_tokens", failed_tokens, tier, reason)
+        self._stats.add("loaded_tokens", entry.tokens - failed_tokens, tier)
         if (state := self._requests.get(entry.request_id)) is not None:
             state.is_loading = False
 
@@ -394,7 +396,7 @@ class SchedulerSide:
             return min(failed_blocks * self._shape.counted.block_tokens, entry.tokens)
         return entry.tokens if failed_blocks else 0
 
-    def _close_store(self, entry: StoreEntry, result: StoreEventResult) -> None:
+    def _close_store(self, entry: StoreEntry, result: StoreEventResult, reason: LossReason) -> None:
         assert self._writer is not None
         self._writer.give_back(entry, result.failed_objects, self._requests)
         if self._events is not None:
@@ -402,5 +404,6 @@ class SchedulerSide:
         counted = self._shape.counted.group_id
         tokens = entry.tokens_of(counted)
         dropped = entry.tokens_of(counted, result.failed_objects) if result.failed_objects else 0
-        self._stats.add("dropped_store_tokens", dropped)
-        self._stats.add("stored_tokens", tokens - dropped)
+        tier = self._pool.tier
+        self._stats.add("dropped_store_tokens", dropped, tier, reason)
+        self._stats.add("stored_tokens", tokens - dropped, tier)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
-from umbp.data import BlockStoreBatch, StoreEventResult
+from umbp.data import BlockStoreBatch, LossReason, StoreEventResult
 from umbp.errors import InvariantError
 
 StoredObject: TypeAlias = tuple[int, bytes]
@@ -58,22 +58,26 @@ class StoreEntry:
 
 Entry = TypeVar("Entry", LoadEntry, StoreEntry)
 
+Close: TypeAlias = Callable[[Entry, StoreEventResult, LossReason], None]
+
 
 @dataclass(slots=True)
 class _Open(Generic[Entry]):
     entry: Entry
     result: StoreEventResult = field(default_factory=StoreEventResult)
+    reason: LossReason | None = None
 
 
 class Ledger(Generic[Entry]):
     """Entries by event number, open until each of `ranks` workers has reported.
 
-    `close(entry, result)` is called exactly once an entry, when the last report is in.
+    `close(entry, result, reason)` is called exactly once an entry, when the last report is in; `reason` is
+    the first that was told for what has failed.
     """
 
-    def __init__(self, ranks: int, close: Callable[[Entry, StoreEventResult], None]) -> None:
+    def __init__(self, ranks: int, close: Close[Entry]) -> None:
         self._ranks = ranks
-        self._close: Callable[[Entry, StoreEventResult], None] = close
+        self._close: Close[Entry] = close
         self._open: dict[int, _Open[Entry]] = {}
         self._next_event = 0
 
@@ -90,15 +94,16 @@ class Ledger(Generic[Entry]):
         self._open[event] = _Open(entry)
         return event
 
-    def report(self, event: int, result: StoreEventResult) -> None:
+    def report(self, event: int, result: StoreEventResult, reason: LossReason | None = None) -> None:
         """Take in what some workers say; a number that isn't open is ignored, as its entry is settled."""
         opened = self._open.get(event)
         if opened is None:
             return
         opened.result.merge(result)
+        opened.reason = opened.reason or reason
         if opened.result.completed_workers >= self._ranks:
             del self._open[event]
-            self._close(opened.entry, opened.result)
+            self._close(opened.entry, opened.result, opened.reason or LossReason.FAILED)
 
     def events(self) -> frozenset[int]:
         """The numbers that are open now."""

@@ -56,7 +56,9 @@ class Matcher:
             promise = self._hold(state, start, limit)
         tokens = 0 if promise is None else promise.end - start
         state.promise = promise
-        if tokens <= 0 or not self._worth.is_worth(tokens):
+        is_worth = tokens <= 0 or self._worth.is_worth(tokens)
+        state.passed_tokens = 0 if is_worth else tokens
+        if tokens <= 0 or not is_worth:
             self.withdraw(state)
             return 0
         return tokens

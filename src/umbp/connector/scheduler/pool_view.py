@@ -50,6 +50,11 @@ class PoolView:
         return self._can.local
 
     @property
+    def tier(self) -> str:
+        """What keeps the objects, in a word, for metrics."""
+        return self._can.tier
+
+    @property
     def codec(self) -> BlockIdentityCodec:
         """Keys of rank 0 in the first stage's namespace; workers rewrite them to their own rank and
         namespace.

@@ -43,6 +43,8 @@ class RequestState:
     promise: Promise | None = None
     local_tokens: int = 0
     """What the engine had itself when it last asked."""
+    passed_tokens: int = 0
+    """So many were found beyond the engine's own, and passed over as not worth a load."""
     is_loading: bool = False
     has_failed_load: bool = False
     has_lost_store: bool = False

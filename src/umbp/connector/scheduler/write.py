@@ -14,7 +14,7 @@ from umbp.connector.scheduler.account import StoredObject, StoreEntry
 from umbp.connector.scheduler.plan import Planner
 from umbp.connector.scheduler.state import RequestState
 from umbp.connector.stats import UMBPStats
-from umbp.data import BlockStoreBatch
+from umbp.data import BlockStoreBatch, LossReason
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -61,9 +61,12 @@ class ThroughWriter:
     """
 
     def __init__(
-        self, planner: Planner, block_pool: BlockPool, stats: UMBPStats, runs: frozenset[int]
+        self, planner: Planner, block_pool: BlockPool, stats: UMBPStats, tier: str, runs: frozenset[int]
     ) -> None:
-        """`runs`: the cache groups in which a block is of use only with all before it."""
+        """`tier` is what keeps the objects, for metrics; `runs`: the cache groups in which a block is of use
+        only with all before it.
+        """
+        self._tier = tier
         self._planner = planner
         self._block_pool = block_pool
         self._stats = stats
@@ -73,7 +76,8 @@ class ThroughWriter:
         batches: dict[str, BlockStoreBatch] = {}
         for request_id, state, computed_tokens in storing_requests(self._planner, output, unfinished):
             if state.has_lost_store:
-                self._stats.add("dropped_store_tokens", self._planner.skip(state, computed_tokens))
+                skipped = self._planner.skip(state, computed_tokens)
+                self._stats.add("dropped_store_tokens", skipped, self._tier, LossReason.BEHIND)
                 continue
             spans = self._planner.completed(state, computed_tokens, output)
             if spans and (lacking := self._planner.lacking(spans)):
