@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 
 from umbp.connector import compat
 from umbp.connector.groups import GroupKind
-from umbp.connector.hits import HitFinder
+from umbp.connector.hits import HitRules
 from umbp.connector.scheduler.account import Quarantine
 from umbp.connector.scheduler.find import ChainFinder, GroupsFinder
 from umbp.testing.clock import TickClock
@@ -107,7 +107,7 @@ class Model:
             self.config.speculative_config = _Drafts()
         self.cache = cache
         self.shape = compat.cache_shape(self.config, cache)
-        self.hits = HitFinder(self.config, cache)
+        self.hits = HitRules(self.config, cache)
         self._coordinator: Any = get_kv_cache_coordinator(
             cache,
             max_model_len=1024,
@@ -170,6 +170,18 @@ def finder_for(model: Model, pool: Any, quarantine: Quarantine) -> Any:
     return GroupsFinder(pool, quarantine, model.shape, model.hits)
 
 
+def is_whole(model: Model, stored: dict[int, set[bytes]], end: int, limit: int) -> bool:
+    """Whether all is there that a hit of so many tokens reads, or that speculation wants to see behind it."""
+    for group in model.shape.groups:
+        needed = model.hits.needed(group.group_id, end)
+        stop = needed.stop + group.drops_last_block
+        names = group.names(HASHES)
+        seen = len(names) if len(model.shape.groups) > 1 else limit // group.block_tokens
+        if stop > seen or not set(names[needed.start : stop]) <= stored[group.group_id]:
+            return False
+    return True
+
+
 CASES = [(name, False) for name in MODELS] + [(name, True) for name in DRAFTED]
 
 
@@ -187,7 +199,7 @@ def contents(draw: st.DrawFn) -> list[set[bytes]]:
 @pytest.mark.parametrize(
     "case", CASES, ids=[f"{name}{' drafted' if drafts else ''}" for name, drafts in CASES]
 )
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(made=contents(), limit=st.integers(0, 48 * 16), local=st.integers(0, 12))
 def test_what_is_offered_is_what_the_engine_would_find(
     models: dict[tuple[str, bool], Model],
@@ -208,8 +220,11 @@ def test_what_is_offered_is_what_the_engine_would_find(
     }
     pool = Pool({group_id: set(names) for group_id, names in stored.items()})
     end = finder_for(model, pool, Quarantine(TickClock())).hold("r", HASHES, start, limit)
-    # The engine would find no less than its own hit: it has that in all groups.
-    assert end == max(model.own_hit(together, limit), start)
+    steps = range(limit, start, -shape.hit_tokens)
+    assert end == next((tokens for tokens in steps if is_whole(model, together, tokens, limit)), start)
+    if not (case[1] and any(group.kind is GroupKind.WINDOW for group in shape.groups)):
+        # With drafts the engine's own search in windows is off by a block now and then, either way.
+        assert end == max(model.own_hit(together, limit), start)
     held = pool.held.get("r", [])
     for group in shape.groups:
         names = group.names(HASHES)

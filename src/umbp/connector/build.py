@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from umbp.connector import compat, support
-from umbp.connector.hits import HitFinder
+from umbp.connector.hits import HitRules
 from umbp.connector.identity import worker_namespace
 from umbp.connector.scheduler import SchedulerSide
 from umbp.connector.scheduler.events import EventfulPool, KVEvents
@@ -48,7 +48,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         pool,
         options,
         shape,
-        HitFinder(vllm_config, kv_cache_config),
+        HitRules(vllm_config, kv_cache_config),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         ranks=topology.rank_count,
         reads=transfer.is_kv_consumer,

@@ -73,21 +73,30 @@ def hit_and_hash_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
     return hit_tokens, hash_block_tokens(vllm_config, kv_cache_config)
 
 
+def drops_last_block(vllm_config: VllmConfig) -> bool:
+    """Whether the engine computes the last block of every hit anew, for speculation."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.use_eagle_block_drop()
+
+
 def cache_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheShape:
     """The cache's groups; all of them are of kinds that `unsupported_cache_group` lets pass."""
     parallel = vllm_config.parallel_config
-    speculative = vllm_config.speculative_config
+    drafting = {i for i, group in enumerate(kv_cache_config.kv_cache_groups) if group.is_eagle_group}
     hit_tokens, hash_tokens = hit_and_hash_tokens(vllm_config, kv_cache_config)
     groups = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         tokens = resolve_dcp_kv_block_size(spec, parallel.decode_context_parallel_size)
-        groups.append(CacheGroup(group_id, _kind(spec), tokens, tokens // hash_tokens))
+        kind = _kind(spec)
+        # A state is no draft's; and where no group is said to be one, any may be.
+        is_drafted = kind is not GroupKind.STATE and (not drafting or group_id in drafting)
+        drops = is_drafted and drops_last_block(vllm_config)
+        groups.append(CacheGroup(group_id, kind, tokens, tokens // hash_tokens, drops))
     return CacheShape(
         tuple(groups),
         hash_tokens,
         hit_tokens,
-        drops_last_block=speculative is not None and speculative.use_eagle_block_drop(),
         unsettled_tokens=max(vllm_config.num_prefill_lookahead_tokens - 1, 0),
     )
 

@@ -37,6 +37,8 @@ class CacheGroup:
     kind: GroupKind
     block_tokens: int
     hashes_per_block: int = 1
+    drops_last_block: bool = False
+    """Speculation computes the last block of every hit anew: a hit is a block shorter than what is there."""
 
     def names(self, block_hashes: Sequence[bytes]) -> Sequence[bytes]:
         """The names of the whole blocks of a prefix, of which these are all hashes."""
@@ -54,9 +56,6 @@ class CacheShape:
     """Tokens of a prefix hash."""
     hit_tokens: int
     """A hit's length is a multiple of this."""
-    drops_last_block: bool = False
-    """Speculation computes the last block of every hit anew: the hit is one block shorter than what is there.
-    """
     unsettled_tokens: int = 0
     """So many of the last computed tokens may be computed anew by speculation, and are not stored yet."""
 

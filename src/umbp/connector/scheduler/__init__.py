@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 
 from umbp.connector import compat
 from umbp.connector.groups import CacheShape, GroupKind
-from umbp.connector.hits import HitFinder
+from umbp.connector.hits import HitRules
 from umbp.connector.scheduler.account import Ledger, LoadEntry, Quarantine, StoreEntry
 from umbp.connector.scheduler.events import KVEvents
 from umbp.connector.scheduler.find import ChainFinder, GroupsFinder
@@ -56,7 +56,7 @@ class SchedulerSide:
         pool: PoolView,
         options: Options,
         shape: CacheShape,
-        hits: HitFinder,
+        hits: HitRules,
         *,
         step_tokens: int,
         ranks: int,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from umbp.connector.groups import CacheGroup, CacheShape, GroupKind
-from umbp.connector.hits import HitFinder
+from umbp.connector.hits import HitRules
 from umbp.connector.scheduler.account import Quarantine
 from umbp.connector.scheduler.pool_view import PoolView
 
@@ -32,7 +32,7 @@ class ChainFinder:
         (self._group,) = shape.groups
         self._pool = pool
         self._quarantine = quarantine
-        self._dropped_blocks = 1 if shape.drops_last_block else 0
+        self._dropped_blocks = int(self._group.drops_last_block)
 
     def hold(self, owner: str, block_hashes: Sequence[bytes], start: int, limit: int) -> int:
         tokens = self._group.block_tokens
@@ -48,13 +48,13 @@ class ChainFinder:
 
 
 class GroupsFinder:
-    """For any groups: a hit ends where the engine could go on in all of them, by its own rules."""
+    """For any groups: a hit ends where every group has what the engine needs to go on from there."""
 
-    def __init__(self, pool: PoolView, quarantine: Quarantine, shape: CacheShape, hits: HitFinder) -> None:
+    def __init__(self, pool: PoolView, quarantine: Quarantine, shape: CacheShape, rules: HitRules) -> None:
         self._pool = pool
         self._quarantine = quarantine
         self._shape = shape
-        self._hits = hits
+        self._rules = rules
         # Those that need all blocks tell soonest how far a hit can reach.
         self._by_reach = sorted(shape.groups, key=lambda group: group.kind is not GroupKind.FULL)
 
@@ -70,38 +70,66 @@ class GroupsFinder:
         return start
 
     def _longest(self, block_hashes: Sequence[bytes], start: int, limit: int) -> int:
-        """What the engine has itself counts as stored: a hit beyond it needs none of that from outside."""
-        stored: dict[int, set[bytes]] = {}
-        reach = limit
+        """Where the longest hit ends, at most at `limit`. What the engine has itself counts as stored: a hit
+        beyond it needs none of that from outside.
+        """
+        end = limit
+        sparse: list[tuple[CacheGroup, int, Sequence[bool]]] = []
         for group in self._by_reach:
-            names = group.names(block_hashes)
             first = start // group.block_tokens
-            # Speculation looks one block further than the hit, and drops it.
-            last = reach // group.block_tokens + (1 if self._shape.drops_last_block else 0)
-            wanted = names[first:last]
-            stored[group.group_id] = set(names[:first])
+            wanted = group.names(block_hashes)[first : self._last_looked_at(group, end, limit)]
             if group.kind is GroupKind.FULL:
                 run = self._pool.present(group.group_id, wanted)
                 run = min(run, self._quarantine.healthy_prefix(group.group_id, wanted))
-                stored[group.group_id].update(wanted[:run])
-                reach = min(reach, (first + run) * group.block_tokens)
+                end = min(end, (first + run - group.drops_last_block) * group.block_tokens)
             else:
-                stored[group.group_id].update(self._present(group, wanted))
-            if reach <= start:
+                sparse.append((group, first, self._present(group, wanted)))
+            if end <= start:
                 return start
-        return self._hits.longest(block_hashes, reach, stored)
+        while end > start:
+            end -= end % self._shape.hit_tokens
+            lacks = [place for one in sparse if (place := self._lacking(*one, end)) is not None]
+            if not lacks:
+                break
+            # Whatever ends behind a block that is lacking, and still not far behind, needs it as well.
+            end = min(lacks)
+        return max(end, start)
 
-    def _present(self, group: CacheGroup, names: Sequence[bytes]) -> Sequence[bytes]:
+    def _last_looked_at(self, group: CacheGroup, end: int, limit: int) -> int:
+        """The blocks of a hit that ends there, and what speculation wants to see behind it. Of several groups
+        the engine looks even at a block that the prompt's last token is in.
+        """
+        last = end // group.block_tokens + group.drops_last_block
+        return last if len(self._shape.groups) > 1 else min(last, limit // group.block_tokens)
+
+    def _lacking(self, group: CacheGroup, first: int, is_there: Sequence[bool], end: int) -> int | None:
+        """Where the last block begins that is lacking for a hit up to `end`, or the run of lacking blocks
+        that it ends; None if none is.
+        """
+        needed = self._rules.needed(group.group_id, end)
+        stop = needed.stop + group.drops_last_block
+        for row in range(stop - 1, max(needed.start, first) - 1, -1):
+            if row - first < len(is_there) and is_there[row - first]:
+                continue
+            run = row
+            # But for chunks, every hit needs the block that it ends with.
+            while group.kind is not GroupKind.CHUNK and run > first and not is_there[run - 1 - first]:
+                run -= 1
+            return min(run * group.block_tokens, end - 1)
+        return None
+
+    def _present(self, group: CacheGroup, names: Sequence[bytes]) -> Sequence[bool]:
         found = self._pool.stored(group.group_id, names)
+        if not len(self._quarantine):
+            return found
         return [
-            name
+            is_there and not self._quarantine.has(group.group_id, name)
             for name, is_there in zip(names, found, strict=True)
-            if is_there and not self._quarantine.has(group.group_id, name)
         ]
 
     def _hold_all(self, owner: str, block_hashes: Sequence[bytes], start: int, end: int) -> bool:
         for group in self._shape.groups:
-            needed = self._hits.needed(group.group_id, end)
+            needed = self._rules.needed(group.group_id, end)
             first = max(needed.start, start // group.block_tokens)
             names = group.names(block_hashes)[first : needed.stop]
             if names and self._pool.hold(owner, group.group_id, names) < len(names):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from umbp.connector import compat
 from umbp.connector.groups import CacheGroup, CacheShape, GroupKind
-from umbp.connector.hits import HitFinder
+from umbp.connector.hits import HitRules
 from umbp.connector.scheduler.pool_view import PoolView
 from umbp.connector.scheduler.state import RequestState
 from umbp.data import BlockLoadBatch, BlockStoreBatch
@@ -64,7 +64,7 @@ class Planner:
     """Turns spans of blocks into batches, and decides which blocks a step's stores take."""
 
     def __init__(
-        self, pool: PoolView, options: Options, shape: CacheShape, hits: HitFinder, *, writes: bool
+        self, pool: PoolView, options: Options, shape: CacheShape, hits: HitRules, *, writes: bool
     ) -> None:
         self._pool = pool
         self._shape = shape
