@@ -127,11 +127,25 @@ def storing_requests(
     """
     if not unfinished:
         return
-    begun = compat.begun_within_loads(output)
+    waiting = _within_others_loads(output, unfinished)
     for request_id, computed_tokens in list(compat.scheduled_requests(output, unfinished)):
         state = unfinished[request_id]
-        if state.is_loading or begun.get(request_id, 0) > state.local_tokens:
+        if state.is_loading or request_id in waiting:
             continue
         yield request_id, state, computed_tokens
         if planner.is_done(state):
             del unfinished[request_id]
+
+
+def _within_others_loads(output: SchedulerOutput, unfinished: Requests) -> set[str]:
+    """Who begins in this step with what another connector fills in it: whose load that is, and whoever takes
+    the same blocks from the engine's cache, which has them already.
+    """
+    begun = compat.begun_within_loads(output)
+    if all(
+        tokens <= unfinished[request_id].local_tokens or unfinished[request_id].is_loading
+        for request_id, tokens in begun.items()
+        if request_id in unfinished
+    ):
+        return set()
+    return {request_id for request_id, tokens in begun.items() if tokens}

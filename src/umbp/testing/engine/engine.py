@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
@@ -40,7 +41,7 @@ from umbp.testing.engine.memory import plan_columns
 from umbp.testing.engine.model import Chains
 from umbp.testing.engine.owners import Owners
 from umbp.testing.engine.planning import cache_configs, kv_cache_planning, make_config
-from umbp.testing.engine.rank import Rank
+from umbp.testing.engine.rank import Rank, own_connector
 from umbp.testing.engine.shape import Shape
 
 
@@ -99,17 +100,25 @@ class ScriptedEngine:
 
     def _attach(self) -> UMBPStoreConnector:
         """Bring the connector's halves together, as the engine core does."""
-        connector = self.scheduler.get_kv_connector()
-        assert isinstance(connector, UMBPStoreConnector)
-        self._aggregator = KVOutputAggregator.from_connector(connector, self.shape.world)
+        face = self.scheduler.get_kv_connector()
+        assert isinstance(face, KVConnectorBase_V1)
+        self._aggregator = KVOutputAggregator.from_connector(face, self.shape.world)
+        self.shake_hands()
+        return own_connector(face)
+
+    def shake_hands(self) -> None:
+        """Hand the workers' handshakes to the scheduler, as at the start and after a sleep."""
         handshakes: Any = {}
         for rank in self.ranks:
-            assert rank.connector is not None
-            handshakes[rank.place] = rank.connector.get_handshake_metadata()
+            assert rank.face is not None
+            handshake = rank.face.get_handshake_metadata()
+            if handshake is not None:
+                handshakes[rank.place] = handshake
         if self.shape.world > 1:
             handshakes = pickle.loads(pickle.dumps(handshakes))
-        connector.set_xfer_handshake_metadata_pp_aware(handshakes)
-        return connector
+        face = self.scheduler.get_kv_connector()
+        assert isinstance(face, KVConnectorBase_V1)
+        face.set_xfer_handshake_metadata_pp_aware(handshakes)
 
     @property
     def connector(self) -> UMBPStoreConnector:
@@ -227,7 +236,10 @@ class ScriptedEngine:
         core_outputs = self.scheduler.update_from_output(output, runner_output)
         for one in core_outputs.values():
             if one.scheduler_stats is not None and one.scheduler_stats.kv_connector_stats:
-                self.stats.aggregate(UMBPStats(data=one.scheduler_stats.kv_connector_stats))
+                told = one.scheduler_stats.kv_connector_stats
+                if self.shape.before or self.shape.after:
+                    told = told.get(UMBPStoreConnector.__name__, {})
+                self.stats.aggregate(UMBPStats(data=told))
         self._hand_over_drafts(rows)
         for row in rows:
             if row.request.is_finished():
@@ -306,38 +318,38 @@ class ScriptedEngine:
         if collects_first:
             wrong |= self._forward.run_drafter(rows, wrong)
             for rank in self.ranks:
-                if rank.connector is not None:
-                    rank.connector.wait_for_save()
-                    rank.connector.clear_connector_metadata()
+                if rank.face is not None:
+                    rank.face.wait_for_save()
+                    rank.face.clear_connector_metadata()
         self._explain(wrong, results)
         return self._merged(rows, results)
 
     def _begin(self, rank: Rank, output: SchedulerOutput, has_forward: bool) -> None:
-        if rank.connector is None:
+        if rank.face is None:
             return
         meta = output.kv_connector_metadata
         assert meta is not None
         if self.shape.world > 1:
             meta = pickle.loads(pickle.dumps(meta))
-        rank.connector.handle_preemptions(meta)
-        rank.connector.bind_connector_metadata(meta)
+        rank.face.handle_preemptions(meta)
+        rank.face.bind_connector_metadata(meta)
         if output.has_sync_kv_loads:
             context: Any = Context(has_forward)
-            rank.connector.start_load_kv(context)
+            rank.face.start_load_kv(context)
 
     def _end(
         self, rank: Rank, output: SchedulerOutput, has_forward: bool, *, collects_first: bool
     ) -> KVConnectorOutput:
-        if rank.connector is None:
+        if rank.face is None:
             return KVConnectorOutput()
         if not output.has_sync_kv_loads:
             context: Any = Context(has_forward)
-            rank.connector.start_load_kv(context)
+            rank.face.start_load_kv(context)
         if not collects_first:
-            rank.connector.wait_for_save()
+            rank.face.wait_for_save()
         result = rank.collect(output.finished_req_ids)
         if not collects_first:
-            rank.connector.clear_connector_metadata()
+            rank.face.clear_connector_metadata()
         return result
 
     def _explain(self, wrong: Wrong, results: Sequence[KVConnectorOutput]) -> None:
@@ -410,5 +422,5 @@ class ScriptedEngine:
             return
         self._connector.shutdown()
         for rank in self.ranks:
-            assert rank.connector is not None
-            rank.connector.shutdown()
+            assert rank.face is not None
+            rank.face.shutdown()

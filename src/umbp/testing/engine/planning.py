@@ -87,13 +87,7 @@ def make_config(root: Path, shape: Shape, **changes: Any) -> VllmConfig:
         "kv_events_config": {"enable_kv_cache_events": shape.tells_events, "publisher": "null"},
     }
     if shape.has_connector:
-        arguments["kv_transfer_config"] = {
-            "kv_connector": "UMBPStoreConnector",
-            "kv_connector_module_path": "umbp.connector",
-            "kv_role": shape.role,
-            "kv_load_failure_policy": shape.policy,
-            "kv_connector_extra_config": {"min_load_tokens": 0} | dict(shape.extra),
-        }
+        arguments["kv_transfer_config"] = transfer_config(shape)
     if shape.drafts:
         arguments["speculative_config"] = {
             "method": "ngram",
@@ -115,6 +109,26 @@ def make_config(root: Path, shape: Shape, **changes: Any) -> VllmConfig:
     for layer in layers:
         config.compilation_config.static_forward_context[layer.name] = AttentionLayer()
     return config
+
+
+def transfer_config(shape: Shape) -> dict[str, Any]:
+    """How the connector is configured, by itself or between others."""
+    own = {
+        "kv_connector": "UMBPStoreConnector",
+        "kv_connector_module_path": "umbp.connector",
+        "kv_role": shape.role,
+        "kv_load_failure_policy": shape.policy,
+        "kv_connector_extra_config": {"min_load_tokens": 0} | dict(shape.extra),
+    }
+    if not shape.before and not shape.after:
+        return own
+    everyone = [*map(dict, shape.before), own, *map(dict, shape.after)]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": shape.role,
+        "kv_load_failure_policy": shape.policy,
+        "kv_connector_extra_config": {"connectors": everyone},
+    }
 
 
 class AttentionLayer:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput
@@ -17,6 +19,13 @@ from umbp.connector.connector import UMBPStoreConnector
 from umbp.testing.engine.memory import Columns, Memory, plan_columns
 from umbp.testing.engine.planning import worker_config
 from umbp.testing.engine.shape import Shape
+
+
+def own_connector(face: KVConnectorBase_V1) -> UMBPStoreConnector:
+    """This package's connector in what vLLM calls."""
+    connectors = face.sub_connectors if isinstance(face, MultiConnector) else [face]
+    (own,) = (one for one in connectors if isinstance(one, UMBPStoreConnector))
+    return own
 
 
 class Rank:
@@ -36,24 +45,26 @@ class Rank:
         stage, number = divmod(rank, shape.ranks * shape.pcp)
         self.place = stage, number if shape.dcp > 1 else number % shape.ranks
         """Under what vLLM hands on its handshake: its stage, and a number there that others may share."""
+        self.face: Any = None
+        """What the model runner calls: the connector, or vLLM's MultiConnector around it."""
         self.connector: UMBPStoreConnector | None = None
         if shape.has_connector:
-            connector = KVConnectorFactory.create_connector(
+            face = KVConnectorFactory.create_connector(
                 config=worker_config(config, rank),
                 role=KVConnectorRole.WORKER,
                 kv_cache_config=cache_config,
             )
-            assert isinstance(connector, UMBPStoreConnector)
-            self.connector = connector
+            assert isinstance(face, KVConnectorBase_V1)
+            self.face, self.connector = face, own_connector(face)
         layout = KVCacheLayout[str(cache_config.kv_cache_layout)]
         views = allocate_kv_cache(cache_config, torch.device("cpu"), layout)
         self.memory = Memory(shape, rank, cache_config, views, columns)
-        if self.connector is not None:
-            self.connector.register_kv_caches(views)
+        if self.face is not None:
+            self.face.register_kv_caches(views)
 
     def collect(self, finished: set[str]) -> KVConnectorOutput:
         """The results of a step, in the order in which the model runner asks for them."""
-        connector = self.connector
+        connector = self.face
         assert connector is not None
         output = KVConnectorOutput()
         transfers = connector.get_transfer_results(finished)

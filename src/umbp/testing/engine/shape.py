@@ -68,6 +68,10 @@ class Shape:
     tells_events: bool = False
     """Whether KV events are on; the engine then records them."""
     extra: Mapping[str, object] = field(default_factory=dict)
+    before: tuple[Mapping[str, object], ...] = ()
+    """Connectors that vLLM's MultiConnector asks before this one, each as it is configured."""
+    after: tuple[Mapping[str, object], ...] = ()
+    """and those that it asks after this one"""
 
     @property
     def world(self) -> int:
