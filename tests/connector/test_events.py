@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,16 +14,24 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.request import Request
 
 from umbp.connector.scheduler.block_book import BlockBook
+from umbp.connector.scheduler.pool_view import PoolView
 from umbp.errors import InvariantError
+from umbp.options import parse_options
 from umbp.runtime.wrap.faulty import FaultPlan, FaultyRuntime
+from umbp.testing.engine.shape import Layers
 from umbp.testing.reference import ReferenceRuntime
 
 Blocks = set[tuple[int | None, int | bytes]]
 
 
+def outside_name(block_hash: bytes) -> int | bytes:
+    """A hash as events spell it."""
+    return maybe_convert_block_hash(BlockHash(block_hash))
+
+
 def outside(hashes: Sequence[bytes]) -> Blocks:
     """Blocks of group 0 as events name them."""
-    return {(0, maybe_convert_block_hash(BlockHash(block_hash))) for block_hash in hashes}
+    return {(0, outside_name(block_hash)) for block_hash in hashes}
 
 
 def handle_of(engine: ScriptedEngine) -> Any:
@@ -39,6 +47,17 @@ def loadable(engine: ScriptedEngine, hashes: Sequence[bytes]) -> Blocks:
 
 def told(engine: ScriptedEngine) -> Blocks:
     return set(engine.events.stored)
+
+
+@pytest.fixture
+def embedded_pool() -> Callable[[int], WatchedRuntime]:
+    embedded = pytest.importorskip("umbp.runtime.embedded", reason="the native core isn't built")
+
+    def make(objects: int) -> WatchedRuntime:
+        options = parse_options({"capacity_bytes": objects * 4096, "num_workers": 1})
+        return WatchedRuntime(embedded.EmbeddedRuntime(options))
+
+    return make
 
 
 def hashes_of(*requests: Request) -> list[bytes]:
@@ -285,6 +304,70 @@ def test_two_engines_on_one_pool_tell_what_each_has_met_and_can_be_loaded(
         if len(finished) == 1:
             met = hashes_of(*finished)
             assert loadable(engine, met) <= told(engine)
+
+
+FULL = Layers("full", 1)
+SHAPES: dict[str, dict[str, Any]] = {
+    "sliding": {"layers": (FULL, Layers("sliding", 2, 40))},
+    "sliding alone": {"layers": (Layers("sliding", 2, 40),)},
+    "wide blocks": {"layers": (FULL, Layers("sliding", 2, 40, head_size=2))},
+    "chunked": {"layers": (FULL, Layers("chunked", 2, 64))},
+    "state": {"layers": (FULL, Layers("mamba", 2))},
+    "state in wide blocks": {"layers": (FULL, Layers("mamba", 2, block_tokens=32))},
+    "mla on ranks": {"layers": (Layers("mla", 2),), "ranks": 2},
+    "stages": {"layers": (Layers("full", 2), Layers("sliding", 4, 40)), "ranks": 2, "stages": 2},
+    "dealt tokens": {"ranks": 2, "kv_heads": 1, "dcp": 2},
+    "guessed": {"drafts": 2, "drafter": "eagle"},
+    "in flight": {"depth": 2, "layers": (FULL, Layers("sliding", 2, 40))},
+}
+
+
+@pytest.mark.parametrize("objects", [30, 2000], ids=["evicting", "roomy"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_of_every_cache_group_the_events_are_what_can_be_loaded_with_its_tokens(
+    embedded_pool: Any, make_engine: Any, shape: dict[str, Any], objects: int
+) -> None:
+    rng = random.Random(7)
+    engine = make_engine(embedded_pool(objects), blocks=80, tells_events=True, **shape)
+    side = engine.connector.scheduler_side
+    groups = side._shape.groups
+    requests: list[Request] = []
+    for _ in range(12):
+        prompt = tokens(rng.choice([64, 100, 150]), rng.randint(0, 2))
+        requests.append(engine.run(prompt, rng.choice([1, 20])))
+        if rng.random() < 0.5:
+            engine.forget_prefixes()
+        if rng.random() < 0.1:
+            assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+        silent(engine)
+        there: Blocks = set()
+        for group in groups:
+            names = list(dict.fromkeys(name for r in requests for name in group.names(r.block_hashes)))
+            # Not by the listened-to question, which would tell what it finds.
+            stored = PoolView.stored(side._pool, group.group_id, names)
+            there |= {
+                (group.group_id, outside_name(name))
+                for name, is_there in zip(names, stored, strict=True)
+                if is_there
+            }
+        assert told(engine) == there
+    assert {place[0] for event in engine.events.events for place in places(event)} == {
+        group.group_id for group in groups
+    }
+    contents = {
+        (group.group_id, outside_name(name)): list(request.all_token_ids[end - group.block_tokens : end])
+        for request in requests
+        for group in groups
+        for number, name in enumerate(group.names(request.block_hashes))
+        if (end := (number + 1) * group.block_tokens)
+    }
+    for event in engine.events.events:
+        if isinstance(event, BlockStored):
+            assert event.token_ids == [token for place in places(event) for token in contents[place]]
+
+
+def places(event: BlockStored | BlockRemoved) -> list[tuple[int | None, int | bytes]]:
+    return [(event.group_idx, block_hash) for block_hash in event.block_hashes]
 
 
 # The book
