@@ -22,6 +22,7 @@ import scripted_runtime
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
+from umbp.connector import compat
 from umbp.options import parse_options
 from umbp.runtime.base import IUMBPRuntime
 from umbp.runtime.embedded import EmbeddedRuntime
@@ -332,9 +333,39 @@ class Life:
         self.engine.check_drained()
         may_leave = self.nature.is_faulty or self.nature.is_mortal
         self.pool.check_unpinned(is_reserved=may_leave)
+        if self.shape.tells_events and not self.nature.is_mortal:
+            self._check_events()
         for request in self.engine.finished.values():
             if request.status != RequestStatus.FINISHED_ABORTED and request.request_id not in self._sessions:
                 assert request.num_output_tokens == request.max_tokens
+
+    def _check_events(self) -> None:
+        """Replayed, the events are what every rank has."""
+        side = self.engine.connector.scheduler_side
+        if side._events is None:
+            return
+        self.engine.step()
+        told = {
+            (group_id, block_hash) for group_id, hashes in side._events._told.items() for block_hash in hashes
+        }
+        assert len(told) == len(self.engine.events.stored)
+        for group_id, block_hash in told:
+            assert (group_id, compat.outside_hash(block_hash)) in self.engine.events.stored
+            assert self._is_loadable(group_id, block_hash), "it is told, and can't be loaded"
+        if isinstance(inner := self.pool._inner, ReferenceRuntime):
+            names = [key.rpartition(":") for key in inner.shelf.objects]
+            kept = {(int(head.rpartition(":g")[2]), bytes.fromhex(digest)) for head, _, digest in names}
+            assert told == {one for one in kept if self._is_loadable(*one)}, "what can be loaded isn't told"
+
+    def _is_loadable(self, group_id: int, block_hash: bytes) -> bool:
+        """By the pool's own word, which no fault stands before."""
+        handles = [handle for handle in self.pool.handles if hasattr(handle, "present_raw")]
+        stages = self.engine.connector.scheduler_side._pool._stages
+        return all(
+            handle.present_raw(group_id, [block_hash])[0]
+            for handle, stage in zip(handles, stages, strict=True)
+            if stage.keeps(group_id)
+        )
 
     # Inside
 

@@ -380,6 +380,11 @@ def extra_keys(request: Request, start: int, end: int, block_tokens: int) -> lis
     return to_event_extra_keys(keys) if any(keys) else None
 
 
+def outside_hash(block_hash: bytes) -> int | bytes:
+    """A block hash as events spell it."""
+    return maybe_convert_block_hash(BlockHash(block_hash))
+
+
 def block_stored(
     label: GroupLabel,
     block_tokens: int,
@@ -398,8 +403,8 @@ def block_stored(
     """
     lora_id, lora_name = adapter
     return BlockStored(
-        block_hashes=[maybe_convert_block_hash(_as_hash(block_hash)) for block_hash in block_hashes],
-        parent_block_hash=None if parent is None else maybe_convert_block_hash(_as_hash(parent)),
+        block_hashes=[outside_hash(block_hash) for block_hash in block_hashes],
+        parent_block_hash=None if parent is None else outside_hash(parent),
         token_ids=list(tokens),
         block_size=block_tokens,
         lora_id=lora_id,
@@ -417,12 +422,8 @@ def block_stored(
 def block_removed(group_id: int, block_hashes: Sequence[bytes], locality: str | None) -> BlockRemoved:
     """vLLM's event for blocks of one group."""
     return BlockRemoved(
-        block_hashes=[maybe_convert_block_hash(_as_hash(block_hash)) for block_hash in block_hashes],
+        block_hashes=[outside_hash(block_hash) for block_hash in block_hashes],
         medium=MEDIUM_CPU,
         group_idx=group_id,
         locality=locality,
     )
-
-
-def _as_hash(block_hash: bytes) -> BlockHash:
-    return BlockHash(block_hash)
