@@ -207,7 +207,7 @@ def slowly(runtime: IUMBPRuntime, clock: TickClock, **delays_s: float) -> Passin
     return plain(SlowRuntime(PromptRuntime(runtime), pace), local=False)
 
 
-def plain(runtime: PassingRuntime, **changes: bool) -> PassingRuntime:
+def plain(runtime: PassingRuntime, **changes: Any) -> PassingRuntime:
     """The same runtime, stating other capabilities than it has."""
     runtime.capabilities = replace(runtime.capabilities, **changes)
     return runtime
