@@ -35,6 +35,22 @@ class Move:
     all that hold the same."""
     parent_names: Sequence[str | None] | None = None
 
+    def parts(self, most_bytes: int) -> Iterator[Move]:
+        """The same in moves of at most so many bytes, or of one object."""
+        rows = max(most_bytes // self.runs.object_bytes, 1)
+        if len(self.keys) <= rows:
+            yield self
+            return
+        for first in range(0, len(self.keys), rows):
+            part = slice(first, first + rows)
+            yield Move(
+                self.runs,
+                self.keys[part],
+                self.block_ids[part],
+                self.names[part],
+                None if self.parent_names is None else self.parent_names[part],
+            )
+
 
 class GroupRuns:
     """The runs of every cache group, and of all groups together, over one registration of KV caches."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -29,6 +29,7 @@ from umbp.errors import SegmentError
 from umbp.options import Options
 from umbp.pool import Pool
 from umbp.runtime.base import HandshakeExtra
+from umbp.runtime.lane import Lane
 from umbp.runtime.mover import Moved, ObjectMover, settle
 from umbp.runtime.moves import GroupRuns, Move
 from umbp.transfer import Engine, engine_for
@@ -37,6 +38,9 @@ from umbp.transfer.cores import free_cores, use_cores_too
 logger = logging.getLogger("vllm.umbp")
 
 Direction = Literal["load", "store"]
+
+TURN_BYTES = 64 << 20
+"""So much of a job is copied before the next one has its turn: some milliseconds."""
 
 LOCK_PATIENCE_S = 0.1
 """How long a job waits for the pool's lock. Far longer than the scheduler may: a promised object must not be
@@ -114,8 +118,8 @@ class PoolWorkerHandle:
         self._groups: GroupRuns | None = None
         self._engine: Engine | None = None
         self._mover: ObjectMover | None = None
-        self._loader = ThreadPoolExecutor(1, "umbp-load", _use_free_cores)
-        self._storer = ThreadPoolExecutor(1, "umbp-store", _use_free_cores)
+        self._loader = Lane("umbp-load", _use_free_cores)
+        self._storer = Lane("umbp-store", _use_free_cores)
         self._notes: weakref.WeakKeyDictionary[TransferJobState, _Note] = weakref.WeakKeyDictionary()
         self._evicted = dict.fromkeys(_EVICTIONS, 0)
         self._evicted_before = dict.fromkeys(_EVICTIONS, 0)
@@ -197,8 +201,8 @@ class PoolWorkerHandle:
         if self._is_closed:
             return
         self._is_closed = True
-        self._loader.shutdown(wait=True)
-        self._storer.shutdown(wait=True)
+        self._loader.close()
+        self._storer.close()
         if self._mover is not None:
             self._mover.close()
         if self._engine is not None:
@@ -228,9 +232,9 @@ class PoolWorkerHandle:
             at_once.set_result(None)
             self._notes[job] = _Note(direction, at_once, keys, None)
             return job
-        thread = self._loader if direction == "load" else self._storer
+        lane = self._loader if direction == "load" else self._storer
         move_objects = mover.load if direction == "load" else mover.store
-        future = thread.submit(self._run, job, self._groups, move_objects, mover.fence())
+        future = lane.start(self._in_turns(job, self._groups, move_objects, mover.fence()))
         self._notes[job] = _Note(direction, future, keys, mover)
         return job
 
@@ -258,30 +262,37 @@ class PoolWorkerHandle:
 
     def _retire(self, mover: ObjectMover, engine: Engine) -> None:
         """Leave a pool that has been replaced once its last job has ended."""
-        loads_ended = self._loader.submit(lambda: None)
+        loads, stores = self._loader.unfinished(), self._storer.unfinished()
 
-        def leave() -> None:
-            loads_ended.result()
+        def leave() -> Iterator[None]:
+            while not all(store.done() for store in stores):
+                yield
+            for load in loads:
+                load.result()
             mover.close()
             engine.leave(mover.pool)
             mover.pool.close()
 
-        self._storer.submit(leave)
+        self._storer.start(leave())
 
-    def _run(
+    def _in_turns(
         self,
         job: TransferJobState,
         groups: GroupRuns,
         move_objects: Callable[[Move, object], Moved],
         fence: object,
-    ) -> None:
-        """One job, on its thread; every key gets its outcome, whatever happens."""
+    ) -> Iterator[None]:
+        """One job, on its thread, which may work at others between its parts; every key gets its outcome,
+        whatever happens.
+        """
         moves: list[Moved] = []
         error = None
         try:
             for move in groups.moves(job.plans):
-                moved = move_objects(move, fence)
-                moves.append(moved)
+                for part in move.parts(TURN_BYTES):
+                    if moves:
+                        yield
+                    moves.append(move_objects(part, fence))
         except Exception as broken:
             # The top of the thread: an outcome for every key that has none, and one line in the log.
             logger.exception("UMBP: a transfer of %d objects broke", len(job.keys))

@@ -1,0 +1,53 @@
+"""A thread that works at several jobs in turns: a short one doesn't wait for the end of a long one."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+
+class Lane:
+    """One thread. A job is an iterator that does a part of its work whenever it is asked for an item."""
+
+    def __init__(self, name: str, initializer: Callable[[], None]) -> None:
+        self._thread = ThreadPoolExecutor(1, name, initializer)
+        self._lock = threading.Lock()
+        self._jobs: deque[tuple[Iterator[object], Future[None]]] = deque()
+        self._unfinished: set[Future[None]] = set()
+
+    def start(self, job: Iterator[object]) -> Future[None]:
+        """Begin a job, which must not raise; the future ends with it."""
+        done: Future[None] = Future()
+        with self._lock:
+            self._jobs.append((job, done))
+            self._unfinished.add(done)
+        self._thread.submit(self._take_a_turn)
+        return done
+
+    def unfinished(self) -> list[Future[None]]:
+        """The jobs that have been started and have not ended."""
+        with self._lock:
+            return list(self._unfinished)
+
+    def close(self) -> None:
+        """Return when all jobs have ended. Nothing may be started any more."""
+        self._thread.shutdown(wait=True)
+
+    def _take_a_turn(self) -> None:
+        with self._lock:
+            job, done = self._jobs.popleft()
+        for _ in job:
+            with self._lock:
+                self._jobs.append((job, done))
+            try:
+                self._thread.submit(self._take_a_turn)
+            except RuntimeError:  # the lane is being closed: whoever has a turn left ends it all at once
+                with self._lock:
+                    self._jobs.pop()
+                continue
+            return
+        with self._lock:
+            self._unfinished.discard(done)
+        done.set_result(None)

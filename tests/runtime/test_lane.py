@@ -1,0 +1,69 @@
+"""Jobs that share a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from umbp.runtime.lane import Lane
+from umbp.runtime.moves import Move
+from umbp.transfer import BlockRuns
+
+
+@pytest.fixture
+def lane() -> Iterator[Lane]:
+    lane = Lane("lane", lambda: None)
+    yield lane
+    lane.close()
+
+
+def work(name: str, parts: int, log: list[str], gate: threading.Event | None = None) -> Iterator[None]:
+    for part in range(parts):
+        if part:
+            yield
+        if gate is not None:
+            gate.wait()
+        log.append(name)
+
+
+def test_a_short_job_does_not_wait_for_the_end_of_a_long_one(lane: Lane) -> None:
+    log: list[str] = []
+    gate = threading.Event()
+    long = lane.start(work("long", 50, log, gate))
+    short = lane.start(work("short", 2, log))
+    gate.set()
+    short.result(timeout=60)
+    long.result(timeout=60)
+    assert log.count("long") == 50
+    assert log.index("short") <= 2
+    assert log[:5] == ["long", "short", "long", "short", "long"]
+
+
+def test_a_lane_that_is_closed_has_ended_all_jobs(lane: Lane) -> None:
+    log: list[str] = []
+    gate = threading.Event()
+    jobs = [lane.start(work(str(number), 20, log, gate)) for number in range(5)]
+    assert set(lane.unfinished()) == set(jobs)
+    closing = threading.Thread(target=lane.close)
+    closing.start()
+    gate.set()
+    closing.join(timeout=60)
+    assert all(job.done() for job in jobs)
+    assert (lane.unfinished(), len(log)) == ([], 100)
+
+
+def test_a_job_of_nothing_ends(lane: Lane) -> None:
+    lane.start(iter(())).result(timeout=60)
+
+
+@pytest.mark.parametrize(("most_bytes", "sizes"), [(1, [1] * 5), (128, [2, 2, 1]), (10**9, [5])])
+def test_a_move_in_parts_moves_the_same(most_bytes: int, sizes: list[int]) -> None:
+    runs = BlockRuns.from_columns([4096], [64], [64], [0], 10)
+    keys = [f"k{number}" for number in range(5)]
+    move = Move(runs, keys, list(range(5)), [f"n{key}" for key in keys], [None, *keys[:-1]])
+    parts = list(move.parts(most_bytes))
+    assert [len(part.keys) for part in parts] == sizes
+    for column in ("keys", "block_ids", "names", "parent_names"):
+        assert [one for part in parts for one in getattr(part, column)] == getattr(move, column)
