@@ -213,6 +213,18 @@ def test_what_another_engine_has_stored_is_told_when_it_is_found(shared_pool: An
     assert not told(one), "another engine's clear is told as well"
 
 
+def test_a_pool_that_is_destroyed_takes_all_that_was_told_with_it(shared_pool: Any, make_engine: Any) -> None:
+    engine = make_engine(shared_pool(100, "p"), ranks=2, tells_events=True)
+    request = engine.run(tokens(100))
+    assert told(engine) == outside(request.block_hashes)
+    handle = handle_of(engine)
+    while hasattr(handle, "_inner"):
+        handle = handle._inner
+    next(iter(handle._binding.pools().values())).destroy()
+    silent(engine)
+    assert not told(engine)
+
+
 def test_a_runtime_that_cant_watch_its_pool_tells_nothing_of_it(make_engine: Any) -> None:
     runtime = plain(WatchedRuntime(ReferenceRuntime()), watch=False)
     engine = make_engine(runtime, tells_events=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -95,8 +96,10 @@ class RemovedKeys:
         entries = known.groups.setdefault(group, {})
         digests = known.pool.digests_raw(self._prefix_of(group, rank), hashes)
         entries.update(zip(_names(digests), hashes, strict=True))
-        while len(entries) > known.limit:
-            del entries[next(iter(entries))]
+        if (surplus := len(entries) - known.limit) > 0:
+            # All at once: each look for a dictionary's first entry passes over those that were there before.
+            for digest in list(islice(entries, surplus)):
+                del entries[digest]
 
     def _drop_absent(self, known: _Known, rank: Rank, group: int, suspects: list[bytes]) -> Iterable[bytes]:
         """Of these digests, those that are not there: what was stored again meanwhile has not gone."""
