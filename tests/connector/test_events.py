@@ -10,6 +10,7 @@ import pytest
 from scripted import BLOCK, ScriptedEngine, tokens
 from scripted_runtime import WatchedRuntime, plain
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.request import Request
 
@@ -95,6 +96,35 @@ def test_what_else_a_hash_is_made_of_is_told_block_by_block(make_pool: Any, make
     engine.run(tokens(40), salt="pepper")
     (event,) = engine.events.events
     assert event.extra_keys == [("pepper",), None]
+
+
+def test_an_adapters_blocks_are_told_with_its_number_and_name(make_engine: Any) -> None:
+    engine = make_engine(ReferenceRuntime(), tells_events=True)
+    request = engine.make_request(tokens(40))
+    request.lora_request = LoRARequest("tuned", 7, "/adapter")
+    events = engine.connector.scheduler_side._events
+    events.open(request)
+    (place, *_) = events._book.find(request.block_hashes)
+    event = events._stored(0, [(request.block_hashes[0], place)])
+    assert (event.lora_id, event.lora_name, event.token_ids) == (7, "tuned", tokens(16))
+
+
+class TestARuntimeThatTellsNonsense:
+    """It costs events, never the engine."""
+
+    @pytest.mark.parametrize("watched", [[], [True] * 1000, None])
+    def test_of_what_is_watched(self, make_engine: Any, watched: Any) -> None:
+        engine = make_engine(ReferenceRuntime(), tells_events=True)
+        handle_of(engine).watch = lambda group_id, hashes: watched
+        engine.run(tokens(100))
+        assert not engine.events.events
+
+    @pytest.mark.parametrize("lost", [[(9, b"x")], [(0, b"never told")], None])
+    def test_of_what_is_lost(self, make_engine: Any, lost: Any) -> None:
+        engine = make_engine(ReferenceRuntime(), tells_events=True)
+        handle_of(engine).take_lost = lambda: lost
+        request = engine.run(tokens(100))
+        assert told(engine) == outside(request.block_hashes)
 
 
 def test_nothing_is_told_twice_nor_again_when_it_is_restored(make_pool: Any, make_engine: Any) -> None:

@@ -10,9 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-import zmq
 
 from e2e.harness import BLOCK_TOKENS, EnginePool, EngineProcess, EngineSpec, random_prompt
 from umbp.data import BlockIdentityCodec, Rank
@@ -56,6 +54,8 @@ class Subscriber:
     """Asks for all batches since the engine's start, so none can be missed."""
 
     def __init__(self, folder: Path) -> None:
+        import zmq
+
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
         self._socket.connect(f"ipc://{folder}/replay")
@@ -78,6 +78,8 @@ class Subscriber:
         return there
 
     def _events(self) -> Iterator[dict[str, Any]]:
+        import msgspec
+
         self._socket.send_multipart((b"", (0).to_bytes(8, "big")))
         while True:
             _, _, sequence, payload = self._socket.recv_multipart()

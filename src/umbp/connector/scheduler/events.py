@@ -82,7 +82,7 @@ class KVEvents:
         """What has happened since the last call, in an order that can be replayed."""
         lost: dict[int, list[bytes]] = {}
         for group_id, block_hash in self._pool.take_lost():
-            if block_hash in self._told[group_id]:
+            if block_hash in self._told.get(group_id, ()):
                 self._told[group_id].remove(block_hash)
                 lost.setdefault(group_id, []).append(block_hash)
         events, self._events = self._events, []

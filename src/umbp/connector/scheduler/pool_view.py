@@ -153,18 +153,19 @@ class PoolView:
 
     def watch(self, group_id: int, hashes: Sequence[bytes]) -> list[bool]:
         """Which blocks of a cache group every rank has; `take_lost` tells when one of those goes."""
-        keepers = self._keepers(group_id)
-        nothing = [False] * len(hashes)
-        if not keepers:
-            return nothing
-        columns = self._ask(lambda: [stage.handle.watch(group_id, hashes) for stage in keepers], [nothing])
-        return [all(found) for found in zip(*columns, strict=True)]
+        return self._ask(lambda: self._watch(group_id, hashes), [False] * len(hashes))
+
+    def _watch(self, group_id: int, hashes: Sequence[bytes]) -> list[bool]:
+        columns = [stage.handle.watch(group_id, hashes) for stage in self._keepers(group_id)]
+        if not columns:
+            return [False] * len(hashes)
+        return [all(found) for _, *found in zip(hashes, *columns, strict=True)]
 
     def take_lost(self) -> list[tuple[int, bytes]]:
         """Watched blocks, by group and hash, that some rank has lost since the last call."""
         lost: dict[tuple[int, bytes], None] = {}
         for stage in self._stages:
-            lost.update(dict.fromkeys(self._ask(stage.handle.take_lost, ())))
+            lost |= self._ask(partial(_lost_by, stage), {})
         return list(lost)
 
     def note(
@@ -207,3 +208,8 @@ class PoolView:
 def _hold_part(stages: Sequence[Stage], part: str, group_id: int, hashes: Sequence[bytes]) -> int:
     """How many of these leading blocks all stages hold now; some stages may hold more."""
     return min(stage.hold(part, group_id, hashes) for stage in stages)
+
+
+def _lost_by(stage: Stage) -> dict[tuple[int, bytes], None]:
+    """What the stage has lost, each once and in order."""
+    return dict.fromkeys(stage.handle.take_lost())
