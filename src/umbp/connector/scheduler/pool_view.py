@@ -163,9 +163,10 @@ class PoolView:
 
     def take_lost(self) -> list[tuple[int, bytes]]:
         """Watched blocks, by group and hash, that some rank has lost since the last call."""
-        lost: dict[tuple[int, bytes], None] = {}
+        nothing: dict[tuple[int, bytes], None] = {}
+        lost = dict(nothing)
         for stage in self._stages:
-            lost |= self._ask(partial(_lost_by, stage), {})
+            lost.update(self._ask(partial(_lost_by, stage), nothing))
         return list(lost)
 
     def note(
