@@ -48,6 +48,8 @@ class Shape:
     """of the whole model; fewer than ranks are held by several of them. None: `HEADS` of each rank's own."""
     blocks: int = 64
     prefix_caching: bool = True
+    match_tokens: int | None = None
+    """vLLM's `prefix_match_unit`: tokens of a prefix hash, where they are fewer than those of any block."""
     max_batched_tokens: int = 64
     max_seqs: int = 8
     max_model_len: int = 256
