@@ -5,14 +5,12 @@ latent vectors that several ranks hold, tokens that ranks deal out. Each restore
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from random import Random
 from typing import Any
 
 import pytest
 from scripted import BLOCK, tokens
 from scripted_runtime import PickyRuntime, WatchedRuntime
 
-from umbp.testing.engine import ScriptedEngine
 from umbp.testing.engine.shape import Layers
 from umbp.testing.reference import ReferenceRuntime
 
@@ -101,31 +99,6 @@ def pools_of(runtime: WatchedRuntime) -> list[Any]:
     """The pools that the workers are attached to."""
     keepers = [handle._keeper for handle in runtime.handles if hasattr(handle, "_keeper")]
     return [keeper.current()[0] for keeper in keepers][:1]
-
-
-def test_any_course_of_requests_ends_right_and_even(shared_pool: Any, make_engine: Any, case: Case) -> None:
-    """Requests that come, wait and are aborted while others load and store, over a pool that evicts."""
-    pool = shared_pool(60 * (case.objects or 4), "courses")
-    engine = make_engine(pool, **(case.shape | {"blocks": 60}))
-    random = Random(str(case))
-    for _ in range(3):
-        play(engine, random, steps=40)
-        engine.forget_prefixes()
-    assert engine.restored_tokens() > 0
-    pool.check_unpinned()
-
-
-def play(engine: ScriptedEngine, random: Random, steps: int) -> None:
-    prompts = [tokens(length, seed) for seed in range(3) for length in (20, 64, 90, 130)]
-    for _ in range(steps):
-        live = [request for request in engine.scheduler.requests.values() if not request.is_finished()]
-        if len(live) < 5:
-            engine.add(random.choice(prompts), random.randint(1, 30))
-        if live and random.random() < 0.05:
-            engine.abort(random.choice(live).request_id)
-        engine.step()
-    engine.drain(2000)
-    engine.check_drained()
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["first rank", "last rank"])
