@@ -134,6 +134,12 @@ def texts(config: dict[str, object], name: str) -> list[str]:
     return [check.text for check in check_transfer_config(config)[0] if check.name == name]
 
 
+def test_the_doctor_tells_that_a_producer_does_not_write_lazily() -> None:
+    lazy = {**RIGHT, "kv_connector_extra_config": {"write_policy": "lazy", "capacity_bytes": "1GiB"}}
+    assert texts(lazy, "write_policy") == []
+    assert "stores every block" in texts({**lazy, "kv_role": "kv_producer"}, "write_policy")[0]
+
+
 def test_every_key_of_a_configuration_has_its_nearest_right_name() -> None:
     from umbp.cli.checks import CONFIG_KEYS
 

@@ -269,6 +269,9 @@ def check_transfer_config(config: Mapping[str, object]) -> tuple[list[Check], Op
         _require_runtime(options)
     except ConfigError as error:
         return [*checks, Check("options", "bad", str(error))], options
+    if options.write_policy == "lazy" and role != ROLES[0]:
+        text = f"'lazy' needs kv_role {ROLES[0]!r}: this engine stores every block when it has been computed"
+        checks.append(Check("write_policy", "note", text))
     return [*checks, Check("options", "ok", options.describe())], options
 
 
