@@ -84,6 +84,24 @@ def test_a_hit_that_is_not_worth_a_load_is_counted_once(make_pool: Any, make_eng
     assert engine.count("asked_tokens") == 2 * 96
 
 
+def test_what_a_preempted_request_gets_back_is_not_counted_as_a_hit_again(
+    make_pool: Any, make_engine: Any
+) -> None:
+    engine = make_engine(make_pool())
+    engine.run(tokens(100))
+    engine.forget_prefixes()
+    request = engine.add(tokens(100), 20)
+    while request.num_output_tokens < 3:
+        engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.drain()
+    assert request.num_preemptions == 1
+    assert engine.count("asked_tokens") == 96 + 96
+    assert engine.count("hit_tokens") == engine.count("loaded_tokens") == 96
+    assert series(engine, "reloaded_tokens") == {"dram": 96}
+    assert engine.count("failed_load_tokens") == 0
+
+
 def test_every_job_of_every_rank_is_timed(make_pool: Any, make_engine: Any) -> None:
     engine = make_engine(make_pool(), ranks=2, max_batched_tokens=64)
     engine.run(tokens(100))

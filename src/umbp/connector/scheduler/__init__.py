@@ -163,6 +163,7 @@ class SchedulerSide:
         state = self._state(request)
         # Also one that comes back, from a preemption or with more prompt.
         self._unfinished[request.request_id] = state
+        is_again = state.was_counted
         self._count_admission(state, external_tokens)
         if external_tokens == 0:
             # The second call of a finished asynchronous load, or a hit that is not wanted.
@@ -182,6 +183,7 @@ class SchedulerSide:
             self._clock(),
             # What a synchronous load and its step fill is in the engine's own cache before it is filled.
             () if self._load_async else tuple(tables[0][start // self._shape.counted.block_tokens :]),
+            is_again,
         )
         # The load owns the promise from here on: it outlives the request if that is aborted.
         state.promise = None
@@ -386,7 +388,8 @@ class SchedulerSide:
             self._worth.observe_load(entry.tokens, self._clock() - entry.planned_s)
         tier = self._pool.tier
         self._stats.add("failed_load_tokens", failed_tokens, tier, reason)
-        self._stats.add("loaded_tokens", entry.tokens - failed_tokens, tier)
+        loaded = "reloaded_tokens" if entry.is_again else "loaded_tokens"
+        self._stats.add(loaded, entry.tokens - failed_tokens, tier)
         if (state := self._requests.get(entry.request_id)) is not None:
             state.is_loading = False
 

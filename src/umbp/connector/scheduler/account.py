@@ -29,6 +29,8 @@ class LoadEntry:
     planned_s: float
     exposed_block_ids: tuple[int, ...] = ()
     """The blocks from the load's first on, where the engine's own cache offers them already."""
+    is_again: bool = False
+    """The request was admitted before, and what it hit was counted then."""
 
 
 @dataclass(frozen=True, slots=True)

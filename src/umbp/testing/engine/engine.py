@@ -411,7 +411,8 @@ class ScriptedEngine:
         self._owners.check()
 
     def restored_tokens(self) -> int:
-        return int(self.stats.counters.get("loaded_tokens", 0))
+        """Also those of requests that came back."""
+        return self.count("loaded_tokens") + self.count("reloaded_tokens")
 
     def count(self, name: str) -> int:
         """A counter of the connector's, as vLLM was given it."""
