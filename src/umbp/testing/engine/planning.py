@@ -102,6 +102,11 @@ def make_config(root: Path, shape: Shape, **changes: Any) -> VllmConfig:
     # No CPU backend can compute in these ways; the scheduler can plan for them.
     config.parallel_config.decode_context_parallel_size = shape.dcp
     config.parallel_config.prefill_context_parallel_size = shape.pcp
+    if shape.dp_rank is not None:
+        # As each of the engine cores' processes does it for its own.
+        config.parallel_config.data_parallel_index = shape.dp_rank
+        if config.kv_transfer_config is not None:
+            config.kv_transfer_config.engine_id = f"{config.kv_transfer_config.engine_id}_dp{shape.dp_rank}"
     if shape.has_state:
         config.cache_config.mamba_cache_mode = "align" if shape.prefix_caching else "none"
     if config.speculative_config is not None:

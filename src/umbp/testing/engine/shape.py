@@ -43,6 +43,8 @@ class Shape:
     pcp: int = 1
     """Prefill context parallelism: so many times the ranks share out the computing, with the same KV unless
     tokens are dealt out."""
+    dp_rank: int | None = None
+    """Its number among data-parallel engines, where there are others."""
     layers: tuple[Layers, ...] = (Layers(),)
     kv_heads: int | None = None
     """of the whole model; fewer than ranks are held by several of them. None: `HEADS` of each rank's own."""
