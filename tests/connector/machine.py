@@ -23,6 +23,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
 from umbp.connector import compat
+from umbp.errors import UMBPError
 from umbp.options import parse_options
 from umbp.runtime.base import IUMBPRuntime
 from umbp.runtime.embedded import EmbeddedRuntime
@@ -66,6 +67,12 @@ SHAPES: dict[str, Shape] = {
     "drafts in flight": Shape(drafts=2, drafter="eagle", depth=2),
     "drafts and windows": Shape(drafts=2, drafter="mtp", layers=(FULL, WINDOWS)),
     "drafts and states": Shape(drafts=2, layers=(FULL, STATES)),
+    "states inside blocks": Shape(
+        layers=(replace(FULL, block_tokens=2 * BLOCK), replace(STATES, block_tokens=2 * BLOCK)),
+        match_tokens=BLOCK,
+    ),
+    "three groups of two heads": Shape(ranks=4, kv_heads=2, layers=(FULL, WINDOWS)),
+    "three stages": Shape(stages=3, layers=(Layers("full", 3), Layers("mamba", 3))),
 }
 """Every kind of engine."""
 
@@ -73,6 +80,7 @@ FAULTS = FaultPlan(
     load_keys=0.1, load_jobs=0.05, store_keys=0.1, store_jobs=0.05, lookups=0.05, publishes=0.05
 )
 LIFE_STEPS = 250
+LAYOUTS = ["LBNHC", "LBHNC", "BLNHC", "BLHNC", "LHBNC", "BHLNC"]
 
 Around = Callable[[IUMBPRuntime], IUMBPRuntime]
 
@@ -83,10 +91,27 @@ class Nature:
 
     pool: str
     objects: int
-    is_slow: bool
-    is_faulty: bool
-    is_mortal: bool
-    clears: bool
+    load_s: float = 0.0
+    store_s: float = 0.0
+    is_faulty: bool = False
+    is_mortal: bool = False
+    clears: bool = False
+    lacks: str = ""
+    """A capability that the runtime does not state."""
+
+    @classmethod
+    def drawn(cls, random: Random) -> Nature:
+        is_slow = random.random() < 0.5
+        return cls(
+            pool=random.choice(["reference", "reference", "embedded", "standalone"]),
+            objects=random.choice([12, 40, 120, 2000]),
+            load_s=random.choice([0.5, 1.0, 6.0]) if is_slow else 0.0,
+            store_s=random.choice([0.5, 1.5, 6.0]) if is_slow else 0.0,
+            is_faulty=random.random() < 0.4,
+            is_mortal=random.random() < 0.4,
+            clears=random.random() < 0.4,
+            lacks=random.choice(["hold", "presence", "watch", "lookup_raw"]) if random.random() < 0.2 else "",
+        )
 
 
 def make_pool(kind: str, objects: int, folder: Path) -> IUMBPRuntime:
@@ -123,59 +148,56 @@ class Life:
         self.name = name
         self.counts: Counter[str] = Counter()
         self.clock = TickClock()
+        self._folder = folder
         self._borrowed: list[KVCacheBlock] = []
         self._sessions: dict[str, Request] = {}
         self._ended: set[str] = set()
         self._ids = itertools.count()
-        self.nature = nature or self._drawn_nature()
+        self.nature = nature or Nature.drawn(random)
         self._build(root, folder, around)
-
-    def _drawn_nature(self) -> Nature:
-        random = self.random
-        return Nature(
-            pool=random.choice(["reference", "reference", "embedded", "standalone"]),
-            objects=random.choice([12, 40, 120, 2000]),
-            is_slow=random.random() < 0.5,
-            is_faulty=random.random() < 0.4,
-            is_mortal=random.random() < 0.4,
-            clears=random.random() < 0.4,
-        )
 
     def _build(self, root: Path, folder: Path, around: Around) -> None:
         random, nature = self.random, self.nature
         self.pool = WatchedRuntime(make_pool(nature.pool, nature.objects, folder))
         runtime: Any = around(EagerRuntime(self.pool))
-        if nature.is_slow:
-            runtime = slowly(runtime, self.clock, load=1.0, store=1.5)
+        if nature.load_s or nature.store_s:
+            runtime = slowly(runtime, self.clock, load=nature.load_s, store=nature.store_s)
         runtime = self.backend = MortalRuntime(runtime)
-        if random.random() < 0.2:
-            # What a runtime can't do is done without.
-            plain(runtime, **{random.choice(["hold", "presence", "watch"]): False})
+        if nature.lacks:
+            plain(runtime, **{nature.lacks: False})
         if nature.is_faulty:
             runtime = FaultyRuntime(runtime, replace(FAULTS, seed=random.randrange(1000)))
-        shape = SHAPES[self.name]
+        self._table_key = f"machine {id(self)}"
+        scripted_runtime.TABLE[self._table_key] = runtime
+        self.shape = self._drawn_shape()
+        self.engine = ScriptedEngine(root, self.shape)
+        self.engine.between = self._in_the_middle
+        use_clock(self.engine, self.clock)
+
+    def _drawn_shape(self) -> Shape:
+        random, shape = self.random, SHAPES[self.name]
         in_flight = shape.depth > 1 or shape.stages > 1
         options = {
             "load_async": in_flight or random.random() < 0.6,
             "save_decode_cache": random.random() < 0.5,
             "write_policy": random.choice(["through", "through", "lazy"]),
+            "timeout_ms": random.choice([30_000, 2_000]),
         }
-        key = f"machine {id(self)}"
-        scripted_runtime.TABLE[key] = runtime
-        self._table_key = key
-        smallest = smallest_pool(shape)
-        self.shape = replace(
+        # Only these lay a block of a state, or of other sizes, out as one run.
+        layouts = ["LBNHC"] if len(shape.layers) > 1 or self.nature.pool == "reference" else LAYOUTS
+        return replace(
             shape,
-            blocks=smallest + random.choice([2, 8, 30]),
+            blocks=smallest_pool(shape) + random.choice([2, 8, 30]),
             max_batched_tokens=random.choice([24, 40, 64, 200]),
             prefix_caching=shape.has_state or random.random() < 0.85,
-            order=random.choice(["fcfs", "fcfs", "priority"]),
+            # By priority vLLM takes back what it has just given out, and forgets what it has cached of it.
+            order="fcfs" if shape.match_tokens else random.choice(["fcfs", "fcfs", "priority"]),
+            role=random.choice(["kv_both"] * 6 + ["kv_producer", "kv_consumer"]),
+            policy=random.choice(["recompute"] * 6 + ["fail"]),
+            layout=random.choice(layouts),
             tells_events=random.random() < 0.3,
-            extra={"mode": scripted_runtime.MODE, "plugin_options": {"runtime": key}} | options,
+            extra={"mode": scripted_runtime.MODE, "plugin_options": {"runtime": self._table_key}} | options,
         )
-        self.engine = ScriptedEngine(root, self.shape)
-        self.engine.between = self._in_the_middle
-        use_clock(self.engine, self.clock)
 
     def __str__(self) -> str:
         return f"{self.name}: {self.nature}, {self.shape}"
@@ -316,6 +338,12 @@ class Life:
         else:
             self.backend.kill_rank(self.random.choice(self.backend.ranks))
 
+    def _destroy(self) -> None:
+        """Somebody destroys the pool's file; it does not come back."""
+        if self.nature.is_mortal and self.nature.pool == "standalone":
+            with contextlib.suppress(UMBPError), Pool.attach(pool_path(self._folder, "p")) as pool:
+                pool.destroy()
+
     def _evict(self) -> None:
         """The pool loses some of what nobody holds."""
         inner = self.pool._inner
@@ -336,14 +364,20 @@ class Life:
         self.engine.drain(limit=2000)
 
     def check(self) -> None:
+        """After the drain: what runtimes and engine have is what they should have."""
         self.engine.check_drained()
         may_leave = self.nature.is_faulty or self.nature.is_mortal
         self.pool.check_unpinned(is_reserved=may_leave)
         if self.shape.tells_events and not self.nature.is_mortal:
             self._check_events()
         for request in self.engine.finished.values():
-            if request.status != RequestStatus.FINISHED_ABORTED and request.request_id not in self._sessions:
-                assert request.num_output_tokens == request.max_tokens
+            self._check_end(request)
+
+    def _check_end(self, request: Request) -> None:
+        if request.status == RequestStatus.FINISHED_ERROR:
+            assert self.shape.policy == "fail"
+        elif request.status != RequestStatus.FINISHED_ABORTED and request.request_id not in self._sessions:
+            assert request.num_output_tokens == request.max_tokens
 
     def _check_events(self) -> None:
         """Replayed, the events are what every rank has."""
@@ -405,6 +439,7 @@ ACTS = {
     "land": 8,
     "borrow": 8,
     "kill": 5,
+    "destroy": 0.15,
     "evict": 5,
 }
 """What may happen, and how often."""

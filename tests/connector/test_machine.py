@@ -7,6 +7,7 @@ A failure names the life; `make soak SEED=n LIFE=n` runs the same one again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -21,6 +22,8 @@ from machine import ACTS, LIFE_STEPS, SHAPES, Life, LifeError, Nature, live, one
 from umbp.data import BlockTransferPlan, RankTopology, TransferJobState
 from umbp.runtime.base import IUMBPRuntime, UMBPWorkerHandle
 from umbp.runtime.wrap.passing import PassingRuntime, PassingWorkerHandle
+from umbp.testing.engine import ScriptedEngine, tokens
+from umbp.testing.reference import ReferenceRuntime
 
 SEED = 1
 STEPS = 50_000
@@ -30,7 +33,7 @@ STEPS = 50_000
 def test_a_short_life_of_each_shape_leaves_every_byte_right_and_every_account_even(
     root: Path, number: int
 ) -> None:
-    live(SEED, 60, root, first=number)
+    live(SEED, 40, root, first=number)
 
 
 @pytest.mark.slow
@@ -64,17 +67,22 @@ def test_a_life_is_the_same_in_every_run(root: Path) -> None:
                 told.append({k: v for k, v in life.engine.stats.counters.items() if "seconds" not in k})
         return told
 
-    for number in range(0, len(SHAPES), 4):
+    for number in range(0, len(SHAPES), 6):
         assert story(number) == story(number)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+FEW = ("full", "windows", "states", "stages", "drafts")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
+)
 def test_two_engines_on_one_pool_never_see_a_wrong_byte_of_each_other(
     root: Path, tmp_path: Path, name: str
 ) -> None:
     random = Random(name)
     objects = random.choice([12, 40, 120, 2000])
-    nature = Nature("standalone", objects, is_slow=True, is_faulty=False, is_mortal=False, clears=False)
+    nature = Nature("standalone", objects, load_s=1.0, store_s=1.5)
     lives = [Life(Random(f"{name} {n}"), name, root, tmp_path, nature=nature) for n in range(2)]
     try:
         for _ in range(100):
@@ -86,6 +94,32 @@ def test_two_engines_on_one_pool_never_see_a_wrong_byte_of_each_other(
     finally:
         for life in lives:
             life.close()
+
+
+WHOLE = [name for name, shape in SHAPES.items() if not shape.match_tokens]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_pool_that_has_everything_finds_what_the_engines_own_cache_finds(
+    root: Path, options_of: Callable[[IUMBPRuntime], dict[str, object]], name: str
+) -> None:
+    options = options_of(ReferenceRuntime()) | {"save_decode_cache": True}
+    engine = ScriptedEngine(root, replace(SHAPES[name], blocks=250, extra=options))
+
+    def reused(prompt: Sequence[int]) -> int:
+        before = engine.reused_tokens
+        engine.run(prompt)
+        return engine.reused_tokens - before
+
+    for count in (48, 113):
+        served = list(engine.run(tokens(count, seed=count), 20).all_token_ids)
+        for prompt in (served[:count], served, served[:-3] + [7] * 9):
+            reused(prompt)
+            engine.forget_prefixes()
+            restored = reused(prompt)
+            assert restored == reused(prompt)
+    engine.check_drained()
+    engine.close()
 
 
 # What the machine is for: it finds runtimes that break their contract

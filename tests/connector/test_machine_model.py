@@ -22,7 +22,9 @@ SHAPES = {
     "wide blocks": Shape(layers=(FULL, Layers("sliding", 2, 40, head_size=2))),
     "chunked": Shape(layers=(FULL, Layers("chunked", 2, 64))),
     "state": Shape(layers=(FULL, Layers("mamba", 2))),
-    "state in wide blocks": Shape(layers=(FULL, Layers("mamba", 2, block_tokens=32))),
+    "state inside blocks": Shape(
+        layers=(Layers("full", 1, block_tokens=32), Layers("mamba", 2, block_tokens=32)), match_tokens=BLOCK
+    ),
     "three kinds": Shape(layers=(FULL, Layers("sliding", 1, 40), Layers("mamba", 1))),
     "mla on ranks": Shape(layers=(Layers("mla", 2),), ranks=2),
     "one head for two ranks": Shape(ranks=2, kv_heads=1),
@@ -60,7 +62,7 @@ def test_the_engines_own_hits_are_right_on_every_kind_of_cache_group(root: Path,
     random = Random(name)
     engine = bare(root, SHAPES[name], blocks=60, max_batched_tokens=random.choice([40, 64, 100]))
     prompts = [tokens(length, seed) for seed in range(3) for length in (20, 64, 90, 130)]
-    for _ in range(150):
+    for _ in range(80):
         live = [request for request in engine.scheduler.requests.values() if not request.is_finished()]
         if len(live) < 5:
             engine.add(random.choice(prompts), random.randint(1, 40))

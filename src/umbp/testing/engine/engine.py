@@ -204,6 +204,7 @@ class ScriptedEngine:
         self._owners.before_schedule()
         waiting = self._loading()
         output = self.scheduler.schedule()
+        self._owners.forget_uncomputed({copy[1] for copy in output.kv_cache_block_copies or ()})
         self.loads.update(self._loading() - waiting)
         self._in_flight.append(Flight(output, self._rows(output), self._owners.after_schedule()))
         if len(self._in_flight) == self._depth or not output.num_scheduled_tokens:

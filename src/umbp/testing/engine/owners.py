@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -44,6 +44,16 @@ class Owners:
     def before_schedule(self) -> None:
         self._before = self._requests()
         self._hashes = [block.block_hash for block in self._blocks]
+
+    def forget_uncomputed(self, copied: Collection[int]) -> None:
+        """Mend a fault of vLLM's: by priority it may take back what it has given out in the same step, and
+        then blocks are in its prefix cache that nobody will have computed, nor have been `copied`.
+        """
+        for block, before in zip(self._blocks, self._hashes, strict=True):
+            if block.block_hash is not None and block.block_hash != before and block.ref_cnt == 0:
+                if block.block_id in copied:
+                    continue
+                self._manager.block_pool._maybe_evict_cached_block(block)
 
     def after_schedule(self) -> Spoils:
         """The blocks to spoil before this step runs."""
