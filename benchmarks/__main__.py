@@ -6,11 +6,12 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks import contention, node_pool, short_hits, side_by_side
+from benchmarks import contention, hybrid_hits, node_pool, short_hits, side_by_side
 
 BENCHMARKS: dict[str, Callable[[bool], int]] = {
     "contention": contention.run,
     "copy": node_pool.copies,
+    "hybrid_hits": hybrid_hits.run,
     "lookup": node_pool.lookups,
     "pool": node_pool.verbs,
     "side_by_side": side_by_side.run,
