@@ -103,7 +103,7 @@ class PoolView:
         if not keepers:
             return nothing
         columns = self._ask(lambda: [stage.stored(group_id, hashes) for stage in keepers], [nothing])
-        return [all(found) for found in zip(*columns, strict=True)]
+        return columns[0] if len(columns) == 1 else [all(found) for found in zip(*columns, strict=True)]
 
     def hold(self, owner: str, group_id: int, hashes: Sequence[bytes]) -> int:
         """How many leading blocks of a cache group every rank has; kept there until `unhold(owner)` where the
