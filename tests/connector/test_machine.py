@@ -96,15 +96,15 @@ def test_two_engines_on_one_pool_never_see_a_wrong_byte_of_each_other(
             life.close()
 
 
-WHOLE = [name for name, shape in SHAPES.items() if not shape.match_tokens]
-
-
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", SHAPES)
 def test_a_pool_that_has_everything_finds_what_the_engines_own_cache_finds(
     root: Path, options_of: Callable[[IUMBPRuntime], dict[str, object]], name: str
 ) -> None:
     options = options_of(ReferenceRuntime()) | {"save_decode_cache": True}
     engine = ScriptedEngine(root, replace(SHAPES[name], blocks=250, extra=options))
+
+    # Hits that end inside a block are the engine's own alone.
+    ends_inside_blocks = engine.scheduler.kv_cache_manager.coordinator.enable_partial_hash_hits
 
     def reused(prompt: Sequence[int]) -> int:
         before = engine.reused_tokens
@@ -117,7 +117,8 @@ def test_a_pool_that_has_everything_finds_what_the_engines_own_cache_finds(
             reused(prompt)
             engine.forget_prefixes()
             restored = reused(prompt)
-            assert restored == reused(prompt)
+            own = reused(prompt)
+            assert restored <= own if ends_inside_blocks else restored == own
     engine.check_drained()
     engine.close()
 
