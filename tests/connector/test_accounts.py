@@ -36,6 +36,7 @@ from umbp.connector.wire import (
 )
 from umbp.data import BlockLoadBatch, BlockStoreBatch, BlockTransferPlan, StoreEventResult
 from umbp.errors import InvariantError
+from umbp.testing.engine.shape import Layers
 from umbp.testing.reference import ReferenceRuntime
 
 TOKEN_COUNTERS = ("asked_tokens", "hit_tokens", "loaded_tokens", "failed_load_tokens", "stored_tokens")
@@ -92,7 +93,7 @@ def test_the_policy_is_told_of_a_request_once_at_its_admission_and_once_at_its_e
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.drain()
     assert request.num_preemptions == 1
-    assert runtime.notes == [("a", "admit", 6, 0, ""), ("a", "end", 7, 20, "length")]
+    assert runtime.notes == [(0, "a", "admit", 6, 0, ""), (0, "a", "end", 7, 20, "length")]
     runtime.notes.clear()
     engine.add(tokens(100), request_id="b")
     engine.abort("b")
@@ -100,7 +101,22 @@ def test_the_policy_is_told_of_a_request_once_at_its_admission_and_once_at_its_e
     engine.step()
     engine.abort("c")
     engine.drain()
-    assert runtime.notes == [("c", "admit", 3, 0, ""), ("c", "end", 3, 1, "abort")]
+    assert runtime.notes == [(0, "c", "admit", 3, 0, ""), (0, "c", "end", 3, 1, "abort")]
+
+
+def test_requests_are_noted_in_every_cache_group_by_its_own_blocks(make_engine: Any) -> None:
+    """Scenario: only the first group was noted, the others' blocks grew old and left the pool, and nothing
+    could be restored with what was left.
+    """
+    runtime = CountingRuntime(ReferenceRuntime())
+    wide = Layers("sliding", 2, 40, head_size=2)
+    engine = make_engine(runtime, layers=(Layers("full", 1), wide))
+    engine.run(tokens(6 * BLOCK + 3), request_id="a")
+    sizes = [group.block_tokens for group in engine.connector.scheduler_side._shape.groups]
+    assert len(set(sizes)) == 2, "the groups' blocks are of different sizes"
+    for phase in ("admit", "end"):
+        noted = {group: count for group, _, when, count, _, _ in runtime.notes if when == phase}
+        assert noted == {group: 6 * BLOCK // size for group, size in enumerate(sizes)}
 
 
 def test_asking_again_is_cheap_for_the_longest_prompts(make_engine: Any) -> None:

@@ -248,10 +248,12 @@ class SupportsNote(Protocol):
         block_hashes: Sequence[bytes],
         output_tokens: int = 0,
         finish: str = "",
+        group_id: int = 0,
     ) -> None:
         """Called once when a request is admitted and once at its end, with its full chain from the root.
 
-        `output_tokens` and the engine's finish reason are known at the end only.
+        `output_tokens` and the engine's finish reason are known at the end only. Of a model with several
+        cache groups, called for each: with `group_id` for those but the first, and the group's own blocks.
         """
         ...
 

@@ -69,6 +69,7 @@ class NullSchedulerHandle:
         block_hashes: Sequence[bytes],
         output_tokens: int = 0,
         finish: str = "",
+        group_id: int = 0,
     ) -> None: ...
 
     def watch(self, group_id: int, block_hashes: Sequence[bytes]) -> list[bool]:

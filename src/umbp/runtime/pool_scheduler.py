@@ -160,13 +160,14 @@ class PoolSchedulerHandle:
         block_hashes: Sequence[bytes],
         output_tokens: int = 0,
         finish: str = "",
+        group_id: int = 0,
     ) -> None:
         hashes = list(block_hashes)
         pools = self._binding.pools()
         if self._noted is not None:
-            self._noted.learn(pools, 0, hashes)
+            self._noted.learn(pools, group_id, hashes)
         for rank, pool in pools.items():
-            pool.note_raw(self._codec.key_prefix(0, rank), hashes, phase, output_tokens, finish)
+            pool.note_raw(self._codec.key_prefix(group_id, rank), hashes, phase, output_tokens, finish)
 
     def take_evicted_keys(self) -> Sequence[str]:
         pools = self._binding.pools()

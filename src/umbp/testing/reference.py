@@ -185,6 +185,7 @@ class ReferenceSchedulerHandle:
         block_hashes: Sequence[bytes],
         output_tokens: int = 0,
         finish: str = "",
+        group_id: int = 0,
     ) -> None:
         """The age of an object is all that the reference goes by."""
 

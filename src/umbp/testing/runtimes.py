@@ -92,8 +92,8 @@ class CountingRuntime(PassingRuntime):
     def __init__(self, inner: IUMBPRuntime) -> None:
         super().__init__(inner)
         self.asked: Counter[str] = Counter()
-        self.notes: list[tuple[str, str, int, int, str]] = []
-        """Each note: request, phase, number of hashes, output tokens, reason of the end."""
+        self.notes: list[tuple[int, str, str, int, int, str]] = []
+        """Each note: cache group, request, phase, number of hashes, output tokens, reason of the end."""
 
     def _around_scheduler(self, inner: UMBPSchedulerHandle, topology: RankTopology) -> UMBPSchedulerHandle:
         return CountingSchedulerHandle(inner, self.asked, self.notes)
@@ -101,7 +101,10 @@ class CountingRuntime(PassingRuntime):
 
 class CountingSchedulerHandle(PassingSchedulerHandle):
     def __init__(
-        self, inner: UMBPSchedulerHandle, asked: Counter[str], notes: list[tuple[str, str, int, int, str]]
+        self,
+        inner: UMBPSchedulerHandle,
+        asked: Counter[str],
+        notes: list[tuple[int, str, str, int, int, str]],
     ) -> None:
         super().__init__(inner)
         self._asked = asked
@@ -114,9 +117,10 @@ class CountingSchedulerHandle(PassingSchedulerHandle):
         block_hashes: Sequence[bytes],
         output_tokens: int = 0,
         finish: str = "",
+        group_id: int = 0,
     ) -> None:
-        self._notes.append((request_id, phase, len(block_hashes), output_tokens, finish))
-        super().note(request_id, phase, block_hashes, output_tokens, finish)
+        self._notes.append((group_id, request_id, phase, len(block_hashes), output_tokens, finish))
+        super().note(request_id, phase, block_hashes, output_tokens, finish, group_id)
 
     def lookup(self, keys: Sequence[str]) -> Sequence[bool]:
         self._asked["lookup"] += 1

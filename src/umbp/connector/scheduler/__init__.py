@@ -344,7 +344,9 @@ class SchedulerSide:
         reason: Any = request.get_finished_reason() if phase == "end" else None
         output_tokens = request.num_output_tokens if phase == "end" else 0
         finish = "" if reason is None else str(reason)
-        self._pool.note(request.request_id, phase, request.block_hashes, output_tokens, finish)
+        for group in self._shape.groups if self._pool.takes_notes else ():
+            names = group.names(request.block_hashes)
+            self._pool.note(group.group_id, request.request_id, phase, names, output_tokens, finish)
 
     def _is_filling(self, request: Request, computed_tokens: int) -> bool:
         """Whether the engine's own hit has blocks that a synchronous load, of this step or one under way,

@@ -169,14 +169,23 @@ class PoolView:
             lost.update(self._ask(partial(_lost_by, stage), nothing))
         return list(lost)
 
+    @property
+    def takes_notes(self) -> bool:
+        """Whether the eviction policy listens."""
+        return self._can.note
+
     def note(
-        self, request_id: str, phase: str, hashes: Sequence[bytes], output_tokens: int, finish: str
+        self, group_id: int, request_id: str, phase: str, hashes: Sequence[bytes], *end: int | str
     ) -> None:
-        """Tell the eviction policy of a request, where the runtime listens."""
+        """Tell the eviction policy of a request's blocks in one cache group; `end` is the number of output
+        tokens and the finish reason.
+        """
         if not self._can.note:
             return
-        for stage in self._stages:
-            self._ask(partial(stage.handle.note, request_id, phase, hashes, output_tokens, finish), None)
+        # A runtime that knows of one group only need not know the word.
+        group = {"group_id": group_id} if group_id else {}
+        for stage in self._keepers(group_id):
+            self._ask(partial(stage.handle.note, request_id, phase, hashes, *end, **group), None)
 
     def clear(self) -> bool:
         """Remove the objects of all stages; True where nothing is left, also if nothing was ever opened."""

@@ -84,8 +84,11 @@ class PassingSchedulerHandle:
         block_hashes: Sequence[bytes],
         output_tokens: int = 0,
         finish: str = "",
+        group_id: int = 0,
     ) -> None:
-        self._inner.note(request_id, phase, block_hashes, output_tokens, finish)
+        self._inner.note(
+            request_id, phase, block_hashes, output_tokens, finish, *((group_id,) if group_id else ())
+        )
 
     def take_evicted_keys(self) -> Sequence[str]:
         return self._inner.take_evicted_keys()

@@ -171,6 +171,7 @@ class ExtrasContract(ContractSupport):
         advised.note("r", "admit", chain)
         advised.note("r", "end", chain, output_tokens=17, finish="stop")
         advised.note("never admitted", "end", [], 0, "abort")
+        advised.note("r", "admit", chain, group_id=1)
         self.expect_hits(rig, rig.keys(chain), there)
 
     def test_evicted_keys_are_told_once(self, rig: Rig) -> None:
