@@ -12,6 +12,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from umbp.testing.clock import TickClock
 from umbp.testing.reference import ReferenceRuntime
+from umbp.testing.runtimes import plain
 
 WAYS = pytest.mark.parametrize("load_async", [True, False], ids=["async", "sync"])
 RANKS = pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
@@ -157,6 +158,25 @@ def test_a_slow_load_serialises_nobody_else(make_pool: Any, make_engine: Any) ->
     clock.advance(1.0)
     engine.drain()
     assert {slow.request_id, same_prefix.request_id} <= engine.finished.keys()
+    engine.check_drained()
+
+
+@pytest.mark.parametrize("runner", [1, 2])
+def test_a_step_that_computes_waits_for_no_load(make_pool: Any, make_engine: Any, runner: int) -> None:
+    # The second model runner begins loads when it has left its forward's context, as if there had been none.
+    clock = TickClock()
+    engine = make_engine(plain(slowly(make_pool(), clock, load=1.0), local=True), runner=runner)
+    engine.run(tokens(100))
+    engine.forget_prefixes()
+    engine.add(tokens(50, 7), 5)
+    request = engine.add(tokens(100), 2)
+    start_s = clock()
+    for _ in range(3):
+        engine.step()
+        assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert clock() == start_s
+    engine.drain()
+    assert clock() > start_s, "a step that has nothing to compute waits"
     engine.check_drained()
 
 

@@ -102,10 +102,10 @@ class Pipeline:
             request_id="r",
         )
         self._events += 1
-        meta = UMBPConnectorMetadata(store_requests={"r": batch}, store_event=self._events)
+        meta = UMBPConnectorMetadata(store_requests={"r": batch}, store_event=self._events, has_forward=False)
         for rank in ranks or tuple(self.workers):
             worker = self.workers[rank]
-            worker.start_loads(meta, has_forward=False)
+            worker.start_loads(meta)
             worker.submit_stores(meta)
             worker.collect()
             report = worker.take_report()
@@ -120,7 +120,7 @@ class Pipeline:
         meta = UMBPConnectorMetadata(load_requests={"r": batch}, load_events={"r": 1})
         failed = set()
         for worker in self.workers.values():
-            worker.start_loads(meta, has_forward=True)
+            worker.start_loads(meta)
             report = worker.take_report()
             assert report is not None
             assert report.load_events[1].completed_workers == 1

@@ -101,7 +101,7 @@ def store_step(side: WorkerSide) -> Any:
     parents = (None, *HASHES[:-1])
     batch = BlockStoreBatch(KEYS, (1, 2, 3), (0,) * 3, HASHES, parents, ((),) * 3, (16,) * 3, "r")
     meta = UMBPConnectorMetadata(store_requests={"r": batch}, store_event=4)
-    side.start_loads(meta, has_forward=True)
+    side.start_loads(meta)
     side.submit_stores(meta)
     side.collect()
     report = side.take_report()
@@ -111,8 +111,10 @@ def store_step(side: WorkerSide) -> Any:
 
 def load_step(side: WorkerSide, *, async_load: bool = True) -> set[str]:
     batch = BlockLoadBatch(KEYS, (4, 5, 6), (0,) * 3, "r")
-    meta = UMBPConnectorMetadata(async_load=async_load, load_requests={"r": batch}, load_events={"r": 9})
-    side.start_loads(meta, has_forward=False)
+    meta = UMBPConnectorMetadata(
+        async_load=async_load, load_requests={"r": batch}, load_events={"r": 9}, has_forward=False
+    )
+    side.start_loads(meta)
     side.submit_stores(meta)
     return side.collect()
 
@@ -151,7 +153,7 @@ def test_a_step_with_nothing_to_compute_leaves_the_processor_to_what_is_pending(
     side = worker("pending", naps=naps)
     assert load_step(side) == set()
     assert naps == [IDLE_NAP_S]
-    side.start_loads(UMBPConnectorMetadata(), has_forward=True)
+    side.start_loads(UMBPConnectorMetadata())
     assert side.collect() == set()
     assert naps == [IDLE_NAP_S], "a step that computes is not delayed"
 

@@ -189,11 +189,6 @@ def _cpu_attention_isa(vllm_config: VllmConfig, spec: Any) -> str:
     return _get_attn_isa(dtype, spec.block_size, head_size, vllm_config.cache_config.cache_dtype)
 
 
-def has_forward(forward_context: Any) -> bool:
-    """Whether the step that this context belongs to runs the model."""
-    return forward_context is not None and forward_context.attn_metadata is not None
-
-
 def scheduled_requests(output: SchedulerOutput, among: Container[str]) -> Iterable[tuple[str, int]]:
     """Of each of these requests that computes in this step: its id and how many tokens are computed after
     it.

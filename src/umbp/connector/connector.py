@@ -26,7 +26,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from umbp.connector import compat
 from umbp.connector.build import build_scheduler_side, build_worker_side, check_options
 from umbp.connector.scheduler import SchedulerSide
 from umbp.connector.stats import UMBPPromMetrics, UMBPStats
@@ -143,7 +142,7 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker_side.return_to_memory()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self.worker_side.start_loads(self._metadata(), compat.has_forward(forward_context))
+        self.worker_side.start_loads(self._metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: loads that feed a forward are complete before it starts."""

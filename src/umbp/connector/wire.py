@@ -37,6 +37,8 @@ class UMBPConnectorMetadata(KVConnectorMetadata):
     """The event number of each load of `load_requests`, by request."""
     timed_step: int = -1
     """A number that the workers' reports of this step carry, where its duration is wanted."""
+    has_forward: bool = True
+    """Whether the step runs the model. A worker can't always tell: some begin their loads in no context."""
 
     def iter_store_plans(self) -> Iterator[BlockTransferPlan]:
         """Loose plans, then each request's."""

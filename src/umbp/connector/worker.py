@@ -152,9 +152,9 @@ class WorkerSide:
 
     # One step
 
-    def start_loads(self, meta: UMBPConnectorMetadata, has_forward: bool) -> None:
+    def start_loads(self, meta: UMBPConnectorMetadata) -> None:
         """Begin this step's loads; those that feed its forward are complete on return."""
-        self._is_idle_step = not has_forward
+        self._is_idle_step = not meta.has_forward
         self._report.timed_step = meta.timed_step
         if not self._has_said_hello:
             self._has_said_hello = True

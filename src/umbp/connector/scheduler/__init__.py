@@ -215,7 +215,9 @@ class SchedulerSide:
         """What the workers shall do in this step; the stores' source blocks are pinned until all have
         reported.
         """
-        meta = UMBPConnectorMetadata(async_load=self._load_async)
+        meta = UMBPConnectorMetadata(
+            async_load=self._load_async, has_forward=output.total_num_scheduled_tokens > 0
+        )
         for request_id in compat.preempted_requests(output):
             meta.preempted_request_ids.add(request_id)
             if (state := self._requests.get(request_id)) is not None:

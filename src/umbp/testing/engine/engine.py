@@ -344,7 +344,8 @@ class ScriptedEngine:
         if rank.face is None:
             return KVConnectorOutput()
         if not output.has_sync_kv_loads:
-            context: Any = Context(has_forward)
+            # The second runner has left its forward's context by now.
+            context: Any = Context(has_forward and self.shape.runner == 1)
             rank.face.start_load_kv(context)
         if not collects_first:
             rank.face.wait_for_save()
