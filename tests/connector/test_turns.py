@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from scripted import BLOCK, ScriptedEngine, tokens
-from scripted_runtime import WatchedRuntime, slowly
+from scripted_runtime import PickyRuntime, WatchedRuntime, slowly
 from vllm.v1.request import Request, RequestStatus
 
 from umbp.testing.clock import TickClock
@@ -332,3 +332,74 @@ def test_a_step_without_tokens_ends_stores(make_engine: Any, kind: str) -> None:
     assert engine.count("stored_tokens") == 48
     engine.drain()
     engine.check_drained()
+
+
+# Loads that fail or last
+
+
+@HYBRIDS
+@pytest.mark.parametrize("place", [0, 7])
+def test_a_block_that_one_rank_lost_costs_the_load_once_and_the_rest_goes_on(
+    make_engine: Any, kind: str, place: int
+) -> None:
+    """In several groups the engine drops the whole load: of use to it is a hit or nothing."""
+    pool = WatchedRuntime(ReferenceRuntime())
+    runtime = PickyRuntime(pool, lambda rank, index, key: rank == 1 and index == place)
+    engine = make_engine(runtime, layers=LAYERS[kind], ranks=2)
+    cold = list(engine.run(tokens(150), 6).output_token_ids)
+    engine.forget_prefixes()
+    request, other = engine.add(tokens(150), 6), engine.add(tokens(50, 5), 6)
+    assert engine.drain() < 30
+    assert list(request.output_token_ids) == cold
+    assert other.request_id in engine.finished
+    assert len(runtime.loads) == 1, "a load that failed is not tried again for its request"
+    assert engine.count("failed_load_requests") == 1
+    assert (engine.count("failed_load_tokens"), engine.restored_tokens()) == (144, 0)
+    engine.check_drained()
+    pool.check_unpinned()
+
+
+@HYBRIDS
+def test_a_slow_load_serialises_nobody_with_the_same_prefix(make_engine: Any, kind: str) -> None:
+    clock = TickClock()
+    engine = make_engine(slowly(ReferenceRuntime(), clock, load=1.0), layers=LAYERS[kind], blocks=100)
+    engine.run(tokens(100))
+    engine.forget_prefixes()
+    slow, same = engine.add(tokens(100), 2), engine.add(tokens(100), 2)
+    unrelated = engine.add(tokens(50, 7))
+    for _ in range(4):
+        engine.step()
+    assert unrelated.request_id in engine.finished
+    for request in (slow, same):
+        assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    clock.advance(1.0)
+    engine.drain()
+    assert engine.restored_tokens() == 2 * 96
+    engine.check_drained()
+
+
+@KINDS
+def test_a_request_that_is_preempted_in_its_last_step_ends_all_the_same(make_engine: Any, kind: str) -> None:
+    """Its blocks go while its last token is under way."""
+    clock = TickClock()
+    pool = WatchedRuntime(ReferenceRuntime())
+    engine = make_engine(slowly(pool, clock, store=1.0), layers=LAYERS[kind], depth=2)
+    request = engine.add(tokens(100), 3)
+    while request.num_output_tokens < 2:
+        engine.step()
+
+    def preempt() -> None:
+        engine.scheduler.running.remove(request)
+        engine.scheduler._preempt_request(request, 0.0)
+        engine.between = lambda: None
+
+    engine.between = preempt
+    engine.step()
+    assert request.is_finished()
+    assert request.num_preemptions == 1
+    engine.between = lambda: clock.advance(0.5)
+    engine.drain()
+    engine.check_drained()
+    pool.check_unpinned()
+    engine.forget_prefixes()
+    assert reused_by(engine, tokens(100)) == 96
