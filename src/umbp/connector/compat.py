@@ -203,6 +203,13 @@ def scheduled_requests(output: SchedulerOutput, among: Container[str]) -> Iterab
             yield request_id, computed + scheduled[request_id]
 
 
+def prompt_tokens(output: SchedulerOutput) -> int:
+    """How many tokens the step computes beyond those that each of its requests would generate in it."""
+    generated = len(output.num_scheduled_tokens)
+    generated += sum(map(len, output.scheduled_spec_decode_tokens.values()))
+    return max(output.total_num_scheduled_tokens - generated, 0)
+
+
 def begun_within_loads(output: SchedulerOutput) -> Mapping[str, int]:
     """Of a step that waits for loads: the requests that begin in it, with their tokens that are cached or
     loaded.

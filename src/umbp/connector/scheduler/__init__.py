@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.umbp")
 
+NO_NEWS = UMBPConnectorWorkerMetadata()
+"""What a step's results say where the workers had nothing to report."""
+
 
 class SchedulerSide:
     """What vLLM's scheduler asks of the connector, in the order that it asks."""
@@ -184,6 +187,7 @@ class SchedulerSide:
             # What a synchronous load and its step fill is in the engine's own cache before it is filled.
             () if self._load_async else tuple(tables[0][start // self._shape.counted.block_tokens :]),
             is_again,
+            len(self._loads),
         )
         # The load owns the promise from here on: it outlives the request if that is aborted.
         state.promise = None
@@ -228,8 +232,8 @@ class SchedulerSide:
             meta.load_events[request_id] = event
         self._admitted = {}
         self._plan_stores(output, meta)
-        if self._timer is not None:
-            meta.timed_step = self._timer.begin(output.total_num_scheduled_tokens)
+        if self._timer is not None and meta.has_forward:
+            meta.timed_step = self._timer.begin(compat.prompt_tokens(output))
         return meta
 
     def _plan_stores(self, output: SchedulerOutput, meta: UMBPConnectorMetadata) -> None:
@@ -250,7 +254,7 @@ class SchedulerSide:
                 self._remember_failure(request_id)
         report = output.kv_connector_worker_meta
         if not isinstance(report, UMBPConnectorWorkerMetadata):
-            return
+            report = NO_NEWS
         if report.hello and self._awaits_hello:
             self._open_late(report.hello)
         if self._timer is not None:
@@ -389,7 +393,8 @@ class SchedulerSide:
             self._quarantine.add(one)
         failed_tokens = self._failed_tokens(entry, len(result.failed_objects))
         if not failed_tokens and self._load_async:
-            self._worth.observe_load(entry.tokens, self._clock() - entry.planned_s)
+            others = (entry.others + len(self._loads)) / 2
+            self._worth.observe_load(entry.tokens, self._clock() - entry.planned_s, others)
         tier = self._pool.tier
         self._stats.add("failed_load_tokens", failed_tokens, tier, reason)
         loaded = "reloaded_tokens" if entry.is_again else "loaded_tokens"

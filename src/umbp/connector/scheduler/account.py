@@ -31,6 +31,8 @@ class LoadEntry:
     """The blocks from the load's first on, where the engine's own cache offers them already."""
     is_again: bool = False
     """The request was admitted before, and what it hit was counted then."""
+    others: int = 0
+    """How many loads were under way when this one was planned."""
 
 
 @dataclass(frozen=True, slots=True)

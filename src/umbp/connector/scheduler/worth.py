@@ -3,8 +3,9 @@
 Pure arithmetic over seconds that others have measured. Scheduler thread only.
 
 A load of k tokens is expected to take `a + b k` seconds from its plan to its end, the engine's own steps in
-between included; computing them instead makes a step longer by `c k`. What a step takes anyway is not counted
-on either side: the request's last tokens are computed in one in any case.
+between included, or its share of them where several loads are under way: prompts that are computed instead
+queue up as well. Computing them makes a step longer by `c k`. What a step takes anyway is not counted on
+either side: the request's last tokens are computed in one in any case, and others generate in it or don't.
 """
 
 from __future__ import annotations
@@ -79,12 +80,12 @@ class LoadWorth:
         self._left_out = 0
 
     def observe_step(self, tokens: int, seconds: float) -> None:
-        """A step that computed so many tokens took so long."""
+        """A step that computed so many tokens of prompts took so long, with what it generated beside."""
         self._steps.add(tokens, seconds)
 
-    def observe_load(self, tokens: int, seconds: float) -> None:
-        """A load of so many tokens ended so long after it was planned."""
-        self._loads.add(tokens, seconds)
+    def observe_load(self, tokens: int, seconds: float, others: float = 0.0) -> None:
+        """A load of so many tokens ended so long after it was planned, with so many others beside it."""
+        self._loads.add(tokens, seconds / (1.0 + others))
 
     def is_worth(self, tokens: int) -> bool:
         """Whether a hit of so many tokens should be loaded; asked once for each hit."""
@@ -101,7 +102,7 @@ class LoadWorth:
 
 SMALL_STEP_TOKENS = 32
 SMALL_STEPS = 16
-"""Of steps with fewer tokens, which only generate, every so many-th is timed."""
+"""Of steps with fewer tokens of prompts, which hardly do more than generate, every so many-th is timed."""
 
 STEPS_IN_FLIGHT = 64
 """More steps than this are never under way: older ones were lost, as on a failure of the engine's."""
@@ -122,10 +123,12 @@ class StepTimer:
         self._last_end_s = float("-inf")
 
     def begin(self, tokens: int) -> int:
-        """A step that computes so many tokens is planned; its number, or -1 where it isn't timed."""
+        """A step that computes so many tokens of prompts is planned; its number, or -1 where it isn't
+        timed.
+        """
         if tokens < SMALL_STEP_TOKENS:
             self._small_steps += 1
-            if tokens == 0 or self._small_steps % SMALL_STEPS:
+            if self._small_steps % SMALL_STEPS:
                 return -1
         step = self._next_step
         self._next_step += 1
