@@ -172,7 +172,19 @@ class Life:
         self.shape = self._drawn_shape()
         self.engine = ScriptedEngine(root, self.shape)
         self.engine.between = self._in_the_middle
+        self._count_admissions()
         use_clock(self.engine, self.clock)
+
+    def _count_admissions(self) -> None:
+        """Note how many tokens the engine wants of what it was promised."""
+        connector = self.engine.connector
+        admit = connector.update_state_after_alloc
+
+        def counted(request: Request, blocks: Any, external_tokens: int) -> None:
+            self.counts["admitted_tokens"] += external_tokens
+            admit(request, blocks, external_tokens)
+
+        connector.update_state_after_alloc = counted  # type: ignore[method-assign]
 
     def _drawn_shape(self) -> Shape:
         random, shape = self.random, SHAPES[self.name]
@@ -261,7 +273,7 @@ class Life:
         self.engine.abort(*[request.request_id for request in self.live()])
 
     def _begin_session(self) -> None:
-        if self.shape.has_state or self.shape.drafts or len(self.live()) >= 7:
+        if self.shape.drafts or len(self.live()) >= 7:
             return
         request = self.engine.add(
             self.prompt()[:90], self.random.randint(1, 8), request_id=f"s{next(self._ids)}", resumable=True
@@ -372,6 +384,14 @@ class Life:
             self._check_events()
         for request in self.engine.finished.values():
             self._check_end(request)
+        self._check_counters()
+
+    def _check_counters(self) -> None:
+        """Whatever was admitted has been loaded or has failed, once."""
+        count = self.engine.count
+        ended = count("loaded_tokens") + count("reloaded_tokens") + count("failed_load_tokens")
+        assert ended == self.counts["admitted_tokens"]
+        assert count("hit_tokens") <= self.counts["admitted_tokens"]
 
     def _check_end(self, request: Request) -> None:
         if request.status == RequestStatus.FINISHED_ERROR:
@@ -474,18 +494,29 @@ class LifeError(AssertionError):
 
 
 @contextlib.contextmanager
-def one_life(
-    random: Random, name: str, root: Path, around: Around = lambda runtime: runtime
-) -> Iterator[Life]:
+def one_life(random: Random, name: str, root: Path, around: Around = unchanged) -> Iterator[Life]:
     """A life of one shape; `around` gives its pool's runtime other properties."""
+    with lives_together(random, name, root, 1, around) as (life,):
+        yield life
+
+
+@contextlib.contextmanager
+def lives_together(
+    random: Random, name: str, root: Path, count: int, around: Around = unchanged
+) -> Iterator[list[Life]]:
+    """Lives of one shape; several share one pool, which none of them clears or destroys."""
     folder = Path(tempfile.mkdtemp(prefix="umbp-machine-", dir="/dev/shm"))
+    lives: list[Life] = []
     try:
-        life = Life(random, name, root, folder, around)
-        try:
-            yield life
-        finally:
-            life.close()
+        for _ in range(count):
+            nature = Nature.drawn(random)
+            if count > 1:
+                nature = replace(nature, pool="standalone", clears=False, is_mortal=False)
+            lives.append(Life(random, name, root, folder, around, nature))
+        yield lives
     finally:
+        for life in lives:
+            life.close()
         shutil.rmtree(folder)
 
 
@@ -506,16 +537,20 @@ def live(
     for number in itertools.count(first):
         if done >= steps:
             break
-        name = list(SHAPES)[number % len(SHAPES)]
+        turn, place = divmod(number, len(SHAPES))
+        name = list(SHAPES)[place]
         at, life_steps = 0, min(LIFE_STEPS, steps - done)
+        random = Random(f"{seed} {number}")
         try:
-            with one_life(Random(f"{seed} {number}"), name, root, around) as life:
+            with lives_together(random, name, root, 2 if turn % 4 == 3 else 1, around) as lives:
                 for at in range(life_steps):  # noqa: B007
-                    life.step()
-                life.drain()
-                life.check()
-                told.update(life.counts)
-                told.update({what: int(count) for what, count in life.engine.stats.counters.items()})
+                    random.choice(lives).step()
+                for life in lives:
+                    life.drain()
+                for life in lives:
+                    life.check()
+                    told.update(life.counts)
+                    told.update({what: int(count) for what, count in life.engine.stats.counters.items()})
         except Exception as error:
             raise LifeError(seed, number, life_steps, at, f"{type(error).__name__}: {error}") from error
         done += at + 1
