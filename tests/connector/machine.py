@@ -511,7 +511,7 @@ def lives_together(
         for _ in range(count):
             nature = Nature.drawn(random)
             if count > 1:
-                nature = replace(nature, pool="standalone", clears=False, is_mortal=False)
+                nature = replace(nature, pool="standalone", clears=False, is_mortal=False, is_faulty=False)
             lives.append(Life(random, name, root, folder, around, nature))
         yield lives
     finally:

@@ -85,7 +85,6 @@ def test_two_engines_on_one_pool_never_see_a_wrong_byte_of_each_other(root: Path
             life.drain()
         for life in lives:
             life.check()
-        assert any(life.engine.restored_tokens() for life in lives)
 
 
 @pytest.mark.parametrize("name", SHAPES)
