@@ -60,7 +60,8 @@ class EngineSpec:
 
     `connector` is the extra configuration of UMBP's connector as (name, value) pairs, or None for no
     connector; `transfer` overrides or adds fields of vLLM's KVTransferConfig, `events` are those of its
-    KVEventsConfig; `arguments` are for vLLM's `LLM`; `environment` is added to the process's.
+    KVEventsConfig; `arguments` are for vLLM's `LLM`; `environment` is added to the process's. `speculative`
+    is vLLM's speculative configuration, and `draft` its model if it has one.
     """
 
     model: models.Shape = models.TINY
@@ -75,6 +76,8 @@ class EngineSpec:
     events: tuple[tuple[str, Any], ...] = ()
     arguments: tuple[tuple[str, Any], ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    speculative: tuple[tuple[str, Any], ...] = ()
+    draft: models.Shape | None = None
 
     @property
     def workers(self) -> int:
@@ -103,6 +106,10 @@ class EngineSpec:
                 "distributed_executor_backend": "mp",
                 "enforce_eager": False,
             }
+        if self.speculative:
+            arguments["speculative_config"] = dict(self.speculative)
+        if self.draft is not None:
+            arguments["speculative_config"]["model"] = str(models.make_model(self.draft, model.parent))
         transfer: dict[str, Any] = {}
         if self.connector is not None:
             transfer = {
@@ -132,8 +139,9 @@ class EngineSpec:
             VLLM_ENABLE_V1_MULTIPROCESSING="0" if self.is_in_process else "1",
             VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # functions go to workers by collective_rpc
             VLLM_NO_USAGE_STATS="1",
-            # Compiling two helpers of the sampler costs the first answer 15 s. A pipeline must be compiled.
-            TORCHDYNAMO_DISABLE="1" if self.pipeline_parallel == 1 else "0",
+            # Compiling costs 15 s. Nothing is compiled, not even for a pipeline, which is not eager.
+            TORCHDYNAMO_DISABLE="1",
+            VLLM_USE_AOT_COMPILE="0",
             HF_HUB_OFFLINE="1",
         )
         if self.workers > 1:
@@ -335,11 +343,10 @@ class EngineProcess:
         self.call_workers("e2e.probes:record_blocks")
 
     def kv_digests(self, result: Result, tokens: int) -> list[dict[str, list[str]]]:
-        """By rank: layer -> digests of the KV bytes of the request's blocks that hold its first `tokens`,
-        whole blocks only. Right while nothing else was scheduled since.
+        """By rank: layer -> digests of the KV bytes of the request's blocks that are needed to go on after
+        its first `tokens`, in whole blocks. Right while nothing else was scheduled since.
         """
-        count = tokens // self.spec.block_tokens
-        return self.call_workers("e2e.probes:read_blocks", result.request_id, count)
+        return self.call_workers("e2e.probes:read_blocks", result.request_id, tokens)
 
     def poison(self) -> None:
         """Overwrites all KV memory of the idle engine and makes it forget what was there."""

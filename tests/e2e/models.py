@@ -8,21 +8,19 @@ KV.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from e2e import families
+from e2e.families import Family
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A llama model's shape; the KV of one token has `2 * layers * kv_heads * head_dim` numbers. With a
-    `latent` it is a DeepSeek-V2 model with dense layers, whose KV is one vector of `latent + ROPE` a layer.
-    """
+    """A model's shape. `latent` and `local` are numbers that only some families have; see there."""
 
     name: str
     layers: int
@@ -34,10 +32,13 @@ class Shape:
     vocabulary: int = 1024
     max_tokens: int = 8192
     latent: int = 0
+    local: int = 0
+    family: Family = families.LLAMA
 
     @property
     def kv_bytes_per_token(self) -> int:
-        numbers = self.latent + ROPE if self.latent else 2 * self.kv_heads * self.head_dim
+        """Of a model whose every layer keeps every token."""
+        numbers = self.latent + families.ROPE if self.latent else 2 * self.kv_heads * self.head_dim
         return 2 * self.layers * numbers
 
 
@@ -45,15 +46,51 @@ class Shape:
 TINY = Shape("tiny", layers=4, hidden=256, heads=4, kv_heads=2, intermediate=512)
 # 16 KiB of KV a token: the model for comparisons with other systems.
 PEERS = Shape("peers", layers=8, hidden=512, heads=8, kv_heads=8, intermediate=1408)
-
+# One KV head: each of two ranks has a copy of it.
+ONE_HEAD = Shape("one-head", layers=4, hidden=256, heads=4, kv_heads=1, intermediate=512)
 # Latent attention: every rank of a tensor-parallel engine has the same KV.
-LATENT = Shape("latent", layers=3, hidden=256, heads=4, kv_heads=4, intermediate=512, latent=512)
-ROPE = 64
-
-# Queries and keys are larger than scale-preserving, so that attention picks a few tokens, far ones included.
-QUERY_KEY_GAIN = 3.0
-# Wide logits: the first choice is mostly far ahead of the second.
-LOGIT_GAIN = 3.0
+LATENT = Shape(
+    "latent",
+    layers=3,
+    hidden=256,
+    heads=4,
+    kv_heads=4,
+    intermediate=512,
+    latent=512,
+    family=families.LATENT,
+)
+# Two windowed layers and a full one, twice. The window ends within a block.
+SLIDING = Shape(
+    "sliding",
+    layers=6,
+    hidden=256,
+    heads=4,
+    kv_heads=2,
+    intermediate=512,
+    local=80,
+    family=families.SLIDING,
+)
+# Layers that see a chunk of two blocks, and full ones.
+CHUNKED = Shape(
+    "chunked",
+    layers=4,
+    hidden=256,
+    heads=4,
+    kv_heads=2,
+    intermediate=512,
+    local=64,
+    family=families.CHUNKED,
+)
+# Three recurrent layers and a full one, twice: each of two stages has both.
+DELTA = Shape(
+    "delta", layers=8, hidden=256, heads=4, kv_heads=2, intermediate=512, local=64, family=families.DELTA
+)
+# Recurrent layers alone.
+MAMBA = Shape(
+    "mamba", layers=3, hidden=256, heads=8, kv_heads=8, intermediate=512, local=32, family=families.MAMBA
+)
+# What drafts for TINY.
+DRAFT = Shape("draft", layers=1, hidden=256, heads=4, kv_heads=2, intermediate=512, family=families.EAGLE)
 
 
 def make_model(shape: Shape, root: Path, *, seed: int = 0) -> Path:
@@ -72,95 +109,7 @@ def make_model(shape: Shape, root: Path, *, seed: int = 0) -> Path:
 def _write(shape: Shape, folder: Path, seed: int) -> None:
     from safetensors.torch import save_file
 
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "num_hidden_layers": shape.layers,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": shape.max_tokens,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 100000.0,
-        "tie_word_embeddings": False,
-        "vocab_size": shape.vocabulary,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
-    if shape.latent:
-        config |= {
-            "architectures": ["DeepseekV2ForCausalLM"],
-            "model_type": "deepseek_v2",
-            "kv_lora_rank": shape.latent,
-            "q_lora_rank": None,
-            "qk_nope_head_dim": shape.head_dim,
-            "qk_rope_head_dim": ROPE,
-            "v_head_dim": shape.head_dim,
-            "first_k_dense_replace": shape.layers,
-            "n_routed_experts": 2,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 1,
-            "moe_intermediate_size": 64,
-            "moe_layer_freq": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": False,
-            "routed_scaling_factor": 1.0,
-            "topk_method": "greedy",
-            "scoring_func": "softmax",
-        }
+    config = families.common_config(shape) | shape.family.config(shape)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(_weights(shape, seed), folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _weights(shape: Shape, seed: int) -> dict[str, Any]:
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-
-    def matrix(rows: int, columns: int, gain: float = 1.0) -> Any:
-        values = torch.randn(rows, columns, generator=generator) * (gain / math.sqrt(columns))
-        return values.to(torch.bfloat16)
-
-    norm = torch.ones(shape.hidden, dtype=torch.bfloat16)
-    weights: dict[str, Any] = {
-        "model.embed_tokens.weight": matrix(shape.vocabulary, shape.hidden, math.sqrt(shape.hidden)),
-        "model.norm.weight": norm.clone(),
-        "lm_head.weight": matrix(shape.vocabulary, shape.hidden, LOGIT_GAIN),
-    }
-    for number in range(shape.layers):
-        layer = f"model.layers.{number}"
-        weights |= {
-            f"{layer}.input_layernorm.weight": norm.clone(),
-            f"{layer}.post_attention_layernorm.weight": norm.clone(),
-            f"{layer}.mlp.gate_proj.weight": matrix(shape.intermediate, shape.hidden),
-            f"{layer}.mlp.up_proj.weight": matrix(shape.intermediate, shape.hidden),
-            f"{layer}.mlp.down_proj.weight": matrix(shape.hidden, shape.intermediate),
-        }
-        weights |= {
-            f"{layer}.self_attn.{name}.weight": value
-            for name, value in _attention(shape, matrix, norm).items()
-        }
-    return weights
-
-
-def _attention(shape: Shape, matrix: Callable[..., Any], norm: Any) -> dict[str, Any]:
-    queries, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    if shape.latent:
-        return {
-            "q_proj": matrix(queries + shape.heads * ROPE, shape.hidden, QUERY_KEY_GAIN),
-            "kv_a_proj_with_mqa": matrix(shape.latent + ROPE, shape.hidden, QUERY_KEY_GAIN),
-            "kv_a_layernorm": norm.new_ones(shape.latent),
-            "kv_b_proj": matrix(2 * queries, shape.latent),
-            "o_proj": matrix(shape.hidden, queries),
-        }
-    return {
-        "q_proj": matrix(queries, shape.hidden, QUERY_KEY_GAIN),
-        "k_proj": matrix(kv, shape.hidden, QUERY_KEY_GAIN),
-        "v_proj": matrix(kv, shape.hidden),
-        "o_proj": matrix(shape.hidden, queries),
-    }
+    weights = shape.family.weights(shape, families.Draw(seed))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
