@@ -67,7 +67,7 @@ def needed_blocks(spec: Any, tokens: int) -> list[int]:
     """
     spec = next(iter(getattr(spec, "kv_cache_specs", {0: spec}).values()))
     end = tokens // spec.block_size
-    window, chunk = getattr(spec, "sliding_window", None), getattr(spec, "attention_chunk_size", None)
+    window, chunk = getattr(spec, "sliding_window", 0), getattr(spec, "attention_chunk_size", 0)
     if type(spec).__name__ == "MambaSpec":
         return [end - 1] if end else []
     if type(spec).__name__ == "SlidingWindowSpec":
