@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.v1.request import RequestStatus
 
 from umbp.testing.engine import BLOCK
 
@@ -153,7 +154,7 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._requests.pop(request.request_id, None)
-        if self._shelf.keeps_blocks and block_ids:
+        if self._shelf.keeps_blocks and block_ids and request.status is not RequestStatus.FINISHED_ABORTED:
             self._meta.ended.append(request.request_id)
             return True, None
         return False, None

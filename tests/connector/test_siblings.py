@@ -7,6 +7,7 @@ Who restores wrong bytes from what was stored beside a sibling is found by an en
 from __future__ import annotations
 
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -280,3 +281,57 @@ def test_requests_that_a_sibling_loads_are_preempted_and_resume(make_engine: Any
     assert alone.restored_tokens() == 3 * 8 * BLOCK
     for each in (engine, alone):
         each.check_drained()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_beside_a_sibling_that_fails_and_waits_at_random_all_is_right_and_even(
+    make_engine: Any, seed: int
+) -> None:
+    """What was stored meanwhile is checked by an engine without the sibling."""
+    random = Random(seed)
+    layers = random.choice([ONE_GROUP, ONE_GROUP, WINDOWS])
+    shelf, config = beside(
+        "s",
+        load_async=random.random() < 0.6 or layers is WINDOWS,
+        greets=random.random() < 0.5,
+        keeps_blocks=random.random() < 0.3,
+        loses=lambda rank, row: random.random() < 0.1,
+    )
+    clock = TickClock()
+    pool = WatchedRuntime(ReferenceRuntime(random.choice([20, 60, 1000])))
+    shape = {"layers": layers, "ranks": random.choice([1, 2]), "blocks": random.choice([40, 60])}
+    shape["max_model_len"] = 192
+    load_async = layers is WINDOWS or random.random() < 0.5
+    engine = make_engine(
+        slowly(pool, clock, load=1.0, store=1.0) if random.random() < 0.5 else pool,
+        {"save_decode_cache": random.random() < 0.5, "load_async": load_async},
+        max_batched_tokens=random.choice([40, 64, 200]),
+        **{random.choice(["before", "after"]): (config,)},
+        **shape,
+    )
+    lengths = (BLOCK, 40, 64, 65, 97, 130)
+    asked = []
+    for _ in range(120):
+        live = [request for request in asked if not request.is_finished()]
+        if len(live) < 6 and random.random() < 0.6:
+            prompt = tokens(random.choice(lengths), random.randrange(3)) + tokens(random.randrange(30), 9)
+            asked.append(engine.add(prompt, random.randint(1, 12)))
+        if live and random.random() < 0.06:
+            engine.abort(random.choice(live).request_id)
+        if random.random() < 0.1:
+            shelf.thinks_for = random.randrange(3)
+        shelf.holds_back = random.random() < 0.5
+        if random.random() < 0.1:
+            engine.scheduler.reset_connector_cache()
+        clock.advance(random.choice([0.0, 0.5]))
+        engine.step()
+    shelf.holds_back = False
+    engine.between = lambda: clock.advance(0.5)
+    engine.drain(1000)
+    engine.check_drained()
+    alone = make_engine(pool, **shape)
+    for request in asked:
+        alone.run(list(request.prompt_token_ids))
+        alone.forget_prefixes()
+    alone.check_drained()
+    pool.check_unpinned()

@@ -264,6 +264,7 @@ class ScriptedEngine:
             request_id
             for request_id, request in self.scheduler.requests.items()
             if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            and request_id not in self.scheduler.finished_recving_kv_req_ids
         }
 
     def _rows(self, output: SchedulerOutput) -> list[Row]:
