@@ -273,7 +273,8 @@ class Life:
         self.engine.abort(*[request.request_id for request in self.live()])
 
     def _begin_session(self) -> None:
-        if self.shape.drafts or len(self.live()) >= 7:
+        # With steps in flight vLLM loses the tokens of a session that is preempted as its turn ends.
+        if self.shape.drafts or self.shape.depth * self.shape.stages > 1 or len(self.live()) >= 7:
             return
         request = self.engine.add(
             self.prompt()[:90], self.random.randint(1, 8), request_id=f"s{next(self._ids)}", resumable=True
