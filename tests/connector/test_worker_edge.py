@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from umbp.connector.wire import UMBPConnectorMetadata
-from umbp.connector.worker import IDLE_NAP_S, WorkerSide
+from umbp.connector.worker import IDLE_NAP_S, IDLE_WAIT_BYTES, WorkerSide
 from umbp.data import (
     BlockIdentityCodec,
     BlockLoadBatch,
@@ -82,16 +82,25 @@ class ThrowingWorkerHandle(PassingWorkerHandle):
         super().publish(job)
 
 
-def worker(*verbs: str, naps: list[float] | None = None, clock: TickClock | None = None) -> WorkerSide:
+def worker(
+    *verbs: str,
+    naps: list[float] | None = None,
+    clock: TickClock | None = None,
+    local: bool = False,
+    idle_wait_bytes: int = IDLE_WAIT_BYTES,
+) -> WorkerSide:
     regions = [KVRegion("layer", 0, PAGE_BYTES, PAGE_BYTES, 0, 16)]
+    runtime = ThrowingRuntime(ReferenceRuntime(), verbs)
+    runtime.capabilities = Capabilities(local=local)
     side = WorkerSide(
-        ThrowingRuntime(ReferenceRuntime(), verbs),
+        runtime,
         parse_options({}),
         UMBPNamespace("n"),
         RankTopology(),
         KVLayoutPlanner(regions),
         nap=(naps if naps is not None else []).append,
         clock=clock or TickClock(),
+        idle_wait_bytes=idle_wait_bytes,
     )
     side.register({"layer": FakeTensor.zeros((8, PAGE_BYTES))})
     return side
@@ -156,6 +165,14 @@ def test_a_step_with_nothing_to_compute_leaves_the_processor_to_what_is_pending(
     side.start_loads(UMBPConnectorMetadata())
     assert side.collect() == set()
     assert naps == [IDLE_NAP_S], "a step that computes is not delayed"
+
+
+def test_a_step_with_nothing_to_compute_does_not_hold_up_arrivals_for_a_long_copy() -> None:
+    # Beside loads of many gigabytes a new request could not begin before the last of them had ended.
+    naps: list[float] = []
+    side = worker("pending", naps=naps, local=True, idle_wait_bytes=3 * PAGE_BYTES - 1)
+    assert load_step(side) == set()
+    assert naps == [IDLE_NAP_S]
 
 
 def test_lost_blocks_are_told_of_once_a_minute_with_their_number_and_a_reason(

@@ -47,6 +47,10 @@ GAUGE_INTERVAL_S = 1.0
 IDLE_NAP_S = 0.0005
 """How long a step that has nothing to compute waits for transfers that are under way."""
 
+IDLE_WAIT_BYTES = 128 << 20
+"""How much may be under way for such a step to wait for its end: some milliseconds of copies, as nothing that
+arrives meanwhile can begin."""
+
 _NO_NEWS = UMBPConnectorWorkerMetadata()
 
 COMPLAINT_INTERVAL_S = 60.0
@@ -79,10 +83,12 @@ class WorkerSide:
         fails_by_request: bool = False,
         clock: Callable[[], float] = time.monotonic,
         nap: Callable[[float], None] = time.sleep,
+        idle_wait_bytes: int = IDLE_WAIT_BYTES,
     ) -> None:
         """`fails_by_request`: a load that has lost a block is of no use to the engine, which hears of the
         request instead of the block.
         """
+        self._idle_wait_bytes = idle_wait_bytes
         self._can = capabilities_of(runtime)
         self._fails_by_request = fails_by_request
         self._namespace = namespace
@@ -110,6 +116,7 @@ class WorkerSide:
         self._failed_block_ids: set[int] = set()
         self._failed_requests: set[str] = set()
         self._is_idle_step = False
+        self._waits_for_all = False
         self._copies_in_place = False
         self._stats = UMBPStats()
         self._totals = {"evicted_objects": 0.0, "evicted_bytes": 0.0}
@@ -187,6 +194,7 @@ class WorkerSide:
 
     def collect(self) -> set[str]:
         """Requests whose asynchronous load has ended, well or not, since the last call; each exactly once."""
+        self._waits_for_all = self._is_idle_step and self._can.local and self._has_short_transfers()
         self._loads = [load for load in self._loads if not self._try_end(load, self._end_async_load)]
         self._stores = [store for store in self._stores if not self._try_end(store, self._end_store)]
         if self._is_idle_step and (self._loads or self._stores):
@@ -227,11 +235,15 @@ class WorkerSide:
 
     # Inside
 
+    def _has_short_transfers(self) -> bool:
+        objects = sum(len(running.job.plans) for running in (*self._loads, *self._stores))
+        return objects * max(self._object_bytes.values(), default=0) <= self._idle_wait_bytes
+
     def _try_end(self, running: _Running, end: Callable[[_Running, TransferJobState], None]) -> bool:
         """End a job that is final. In a step without a forward the engine has nothing better to do than to
-        wait.
+        wait, if that doesn't last.
         """
-        if self._is_idle_step and self._can.local:
+        if self._waits_for_all:
             job: TransferJobState | None = self._wait(running.job)
         else:
             job = self._poll(running.job)
