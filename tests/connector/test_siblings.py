@@ -215,6 +215,23 @@ def test_where_a_siblings_handshake_comes_instead_the_pool_is_opened_with_the_fi
     pool.check_unpinned()
 
 
+def test_a_pool_that_was_opened_late_stays_open_over_a_sleep(make_pool: Any, make_engine: Any) -> None:
+    _, config = beside("s", greets=True)
+    pool = make_pool()
+    engine = make_engine(pool, before=(config,))
+    engine.run(tokens(100))
+    SHELVES["s"].ends.clear()
+    for rank in engine.ranks:
+        rank.connector.unregister_kv_caches()
+        rank.connector.restore_kv_caches()
+    engine.shake_hands()
+    engine.forget_prefixes()
+    engine.run(tokens(130))
+    assert engine.restored_tokens() == 96
+    engine.check_drained()
+    pool.check_unpinned()
+
+
 @ORDERS
 @KINDS
 def test_a_sibling_may_keep_a_requests_blocks_after_its_end(
