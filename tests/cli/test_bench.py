@@ -41,6 +41,7 @@ def test_copies_have_a_row_for_each_direction_thread_count_and_verify() -> None:
         assert min(row["gib_per_s"], row["ratio_to_memcpy"]) > 0
 
 
+@pytest.mark.slow
 def test_lookups_have_a_row_by_keys_by_hashes_and_in_order_and_under_contention() -> None:
     rows = results("lookup", "--small")
     cases = ["lookup_8192_hit", "lookup_8192_hit", "match_8192_hit"]

@@ -73,6 +73,7 @@ def test_the_lab_of_a_device_without_cuda_checks_staged_copies_and_says_so(
     assert lines[-1].endswith("direct copies were not checked.")
 
 
+@pytest.mark.slow
 def test_the_json_tells_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert report(LateLab(), "a device", 1 << 20, as_json=True) == PASSED
     content = json.loads(capsys.readouterr().out)
@@ -150,6 +151,7 @@ def test_a_device_that_breaks_them_is_found_out(
     assert bad >= rules
 
 
+@pytest.mark.slow
 def test_a_failure_is_a_line_and_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert report(LateLab(Hasty), "a device", 1 << 20, as_json=False) == FAILED
     lines = capsys.readouterr().out.splitlines()

@@ -52,6 +52,7 @@ def test_the_version_is_the_packages() -> None:
     assert umbp.__version__ in run("--version").stdout
 
 
+@pytest.mark.slow
 def test_every_listed_subcommand_has_a_help() -> None:
     from umbp.cli import cli
     from umbp.cli.lazy import LazyGroup
@@ -233,7 +234,7 @@ def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
 def test_the_versions_to_install_are_those_that_the_connector_supports() -> None:
     from umbp.cli.checks import VLLM_VERSIONS
 
-    source = (Path(umbp.__file__).parent / "connector" / "compat.py").read_text()
+    source = (Path(umbp.__file__).parent / "connector" / "compat" / "model.py").read_text()
     (value,) = (
         node.value
         for node in ast.parse(source).body
