@@ -419,3 +419,24 @@ def test_a_load_under_way_when_the_pool_is_cleared_ends_as_a_recomputation(
     assert request.request_id in engine.finished
     engine.check_drained()
     pool.check_unpinned()
+
+
+def test_what_a_clear_took_from_a_load_is_found_again_once_it_is_stored_anew(
+    make_pool: Any, make_engine: Any
+) -> None:
+    # A system prompt was being loaded when new weights came: nobody found it for the next half minute.
+    clock = TickClock()
+    engine = make_engine(slowly(make_pool(), clock, load=1.0))
+    engine.run(tokens(100))
+    engine.forget_prefixes()
+    loading(engine, tokens(100))
+    engine.scheduler.reset_connector_cache()
+    engine.between = lambda: clock.advance(1.0)
+    engine.drain()
+    engine.run(tokens(100, 1))
+    engine.forget_prefixes()
+    engine.run(tokens(100))
+    engine.forget_prefixes()
+    engine.run(tokens(100))
+    assert engine.restored_tokens() == 96
+    engine.check_drained()

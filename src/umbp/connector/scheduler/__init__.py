@@ -95,6 +95,7 @@ class SchedulerSide:
         self._admitted: dict[str, tuple[int, BlockLoadBatch]] = {}
         self._filling: set[bytes] = set()
         self._stores_before_reset: frozenset[int] = frozenset()
+        self._reset_s = float("-inf")
         self._is_lazy = is_lazy
         self._events = events
         self._step_blocks = -(-step_tokens // shape.counted.block_tokens) + 1
@@ -285,6 +286,8 @@ class SchedulerSide:
             self._matcher.withdraw(state)
             state.is_stale = state.tracker.saved_tokens > 0 or state.is_loading or state.was_counted
         self._stores_before_reset = self._stores.events()
+        self._reset_s = self._clock()
+        self._quarantine.clear()
         if self._writer is not None:
             self._writer.forget()
         return self._pool.clear()
@@ -389,8 +392,10 @@ class SchedulerSide:
     def _close_load(self, entry: LoadEntry, result: StoreEventResult, reason: LossReason) -> None:
         self._filling.difference_update(name for _, name in entry.objects)
         self._pool.unhold(entry.owner)
-        for one in result.failed_objects:
-            self._quarantine.add(one)
+        if entry.planned_s > self._reset_s:
+            # What a reset has taken from a load will be stored anew, and be good.
+            for one in result.failed_objects:
+                self._quarantine.add(one)
         failed_tokens = self._failed_tokens(entry, len(result.failed_objects))
         if not failed_tokens and self._load_async:
             others = (entry.others + len(self._loads)) / 2

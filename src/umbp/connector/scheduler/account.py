@@ -144,6 +144,10 @@ class Quarantine:
             del self._until[next(iter(self._until))]
         self._until[one] = self._clock() + self._seconds
 
+    def clear(self) -> None:
+        """Whatever comes under these names from now on is new."""
+        self._until.clear()
+
     def has(self, group_id: int, name: bytes) -> bool:
         self._expire()
         return (group_id, name) in self._until
