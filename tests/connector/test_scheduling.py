@@ -12,7 +12,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from umbp.testing.clock import TickClock
 from umbp.testing.reference import ReferenceRuntime
-from umbp.testing.runtimes import plain
+from umbp.testing.runtimes import PickyRuntime, plain
 
 WAYS = pytest.mark.parametrize("load_async", [True, False], ids=["async", "sync"])
 RANKS = pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
@@ -419,6 +419,27 @@ def test_a_load_under_way_when_the_pool_is_cleared_ends_as_a_recomputation(
     assert request.request_id in engine.finished
     engine.check_drained()
     pool.check_unpinned()
+
+
+def test_what_was_lost_is_found_again_once_it_is_stored_anew(make_pool: Any, make_engine: Any) -> None:
+    # A block that was lost once hid the whole prompt for half a minute, though it was there again at once.
+    pool = PickyRuntime(make_pool(), lambda rank, index, key: index == 0)
+    engine = make_engine(pool)
+    engine.run(tokens(100))
+    engine.forget_prefixes()
+    engine.run(tokens(100))
+    pool.loses = lambda rank, index, key: False
+    before = engine.restored_tokens()
+    engine.forget_prefixes()
+    engine.run(tokens(100))
+    assert engine.restored_tokens() == before, "it is there, and can't be loaded"
+    assert engine.scheduler.reset_connector_cache()
+    engine.forget_prefixes()
+    for _ in range(2):
+        engine.run(tokens(100))
+        engine.forget_prefixes()
+    assert engine.restored_tokens() == before + 96
+    engine.check_drained()
 
 
 def test_what_a_clear_took_from_a_load_is_found_again_once_it_is_stored_anew(

@@ -72,6 +72,21 @@ def test_a_backend_that_has_become_fast_again_is_used_again() -> None:
     assert asked < 100 * TRIAL
 
 
+def test_slow_first_loads_are_soon_forgotten() -> None:
+    worth = LoadWorth()
+    for number in range(100):
+        worth.observe_step(1 + 10 * number, 0.004 + number * 500e-6)
+    for _ in range(ENOUGH):
+        worth.observe_load(1000, 5.0)
+    asked = loaded = 0
+    while loaded < TRIAL:
+        asked += 1
+        loaded = loaded + 1 if worth.is_worth(1000) else 0
+        if loaded:
+            worth.observe_load(1000, 0.003)
+    assert asked < 12 * TRIAL
+
+
 def test_a_stall_spoils_nothing() -> None:
     worth = learned(load_s=0.002, load_token_s=1e-6, step_token_s=50e-6)
     worth.observe_load(64, 30.0)

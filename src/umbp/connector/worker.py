@@ -111,6 +111,7 @@ class WorkerSide:
         self._store_parts: dict[int, int] = {}
         self._report = UMBPConnectorWorkerMetadata()
         self._kv_caches: dict[str, Any] = {}
+        self._handshake: UMBPHandshakeMetadata | None = None
         self._has_said_hello = False
         self._finished_loads: set[str] = set()
         self._failed_block_ids: set[int] = set()
@@ -137,10 +138,12 @@ class WorkerSide:
         self._copies_in_place = self._can.local and devices <= {"cpu"}
 
     def handshake(self) -> UMBPHandshakeMetadata:
-        extra = dict(self._handle.handshake_extra()) if self._can.attach else {}
-        return UMBPPoolHandshakeMetadata(
-            self._namespace.value, extra, self._kv_tp_replicas, tuple(sorted(self._group_ids))
-        )
+        if self._handshake is None:
+            extra = dict(self._handle.handshake_extra()) if self._can.attach else {}
+            self._handshake = UMBPPoolHandshakeMetadata(
+                self._namespace.value, extra, self._kv_tp_replicas, tuple(sorted(self._group_ids))
+            )
+        return self._handshake
 
     def leave_memory(self) -> None:
         """The KV memory is about to be unmapped: end what is under way. It is reported with the next step."""

@@ -416,6 +416,11 @@ class SchedulerSide:
     def _close_store(self, entry: StoreEntry, result: StoreEventResult, reason: LossReason) -> None:
         assert self._writer is not None
         self._writer.give_back(entry, result.failed_objects, self._requests)
+        if len(self._quarantine):
+            # What was lost and has been stored anew is as good as any.
+            for one in entry.objects():
+                if one not in result.failed_objects:
+                    self._quarantine.remove(one)
         if self._events is not None:
             self._events.stores_ended(entry)
         counted = self._shape.counted.group_id

@@ -48,6 +48,13 @@ class StoreEntry:
         """Every source block, once for each time that it was pinned."""
         return [block_id for batch in self.batches.values() for block_id in batch.block_ids]
 
+    def objects(self) -> Iterator[StoredObject]:
+        """What is stored, of every request."""
+        for batch in self.batches.values():
+            for group_id, name in zip(batch.group_ids, batch.block_hashes, strict=True):
+                if name is not None:
+                    yield group_id, name
+
     def tokens_of(self, group_id: int, among: Collection[StoredObject] | None = None) -> int:
         """The tokens of its blocks of one cache group, or of those that are `among` these objects."""
         return sum(
@@ -147,6 +154,9 @@ class Quarantine:
     def clear(self) -> None:
         """Whatever comes under these names from now on is new."""
         self._until.clear()
+
+    def remove(self, one: StoredObject) -> None:
+        self._until.pop(one, None)
 
     def has(self, group_id: int, name: bytes) -> bool:
         self._expire()

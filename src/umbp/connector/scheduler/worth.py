@@ -44,14 +44,19 @@ class Line:
 
     def add(self, tokens: int, seconds: float) -> None:
         """Take in one observation."""
+        forget = self.forget
         if self.count >= ENOUGH:
-            seconds = min(seconds, OUTLIER * max(self.at(tokens), 0.0) or seconds)
+            expected = self.at(tokens)
+            seconds = min(seconds, OUTLIER * expected or seconds)
+            if seconds * OUTLIER < expected:
+                # Nothing is that much faster by chance: what made the others slow is over.
+                forget *= 0.5
         self.count += 1
-        self._weight = self._weight * self.forget + 1
-        self._tokens = self._tokens * self.forget + tokens
-        self._seconds = self._seconds * self.forget + seconds
-        self._tokens_squared = self._tokens_squared * self.forget + tokens * tokens
-        self._product = self._product * self.forget + tokens * seconds
+        self._weight = self._weight * forget + 1
+        self._tokens = self._tokens * forget + tokens
+        self._seconds = self._seconds * forget + seconds
+        self._tokens_squared = self._tokens_squared * forget + tokens * tokens
+        self._product = self._product * forget + tokens * seconds
 
     @property
     def slope(self) -> float | None:
