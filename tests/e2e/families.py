@@ -24,16 +24,35 @@ LOG_DECAY = math.log(0.002)
 class Shape(Protocol):
     """What the families read of a model's shape."""
 
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    head_dim: int
-    vocabulary: int
-    max_tokens: int
-    latent: int
-    local: int
+    @property
+    def layers(self) -> int: ...
+
+    @property
+    def hidden(self) -> int: ...
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def intermediate(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    @property
+    def latent(self) -> int: ...
+
+    @property
+    def local(self) -> int: ...
 
 
 Weights = dict[str, Any]
