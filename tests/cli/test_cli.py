@@ -135,6 +135,23 @@ def texts(config: dict[str, object], name: str) -> list[str]:
     return [check.text for check in check_transfer_config(config)[0] if check.name == name]
 
 
+def many(*children: object, **rest: object) -> dict[str, object]:
+    extra = {"connectors": list(children)}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra} | rest
+
+
+def test_the_doctor_looks_at_its_own_among_several_connectors() -> None:
+    other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    right = many(other, RIGHT, kv_load_failure_policy="recompute")
+    assert states(right) == {"kv_connector": "ok", "options": "ok"}
+    assert states(many(other, RIGHT))["kv_load_failure_policy"] == "bad", "the policy of the whole counts"
+    wrong = {**RIGHT, "kv_connector_extra_config": {"capacity": 1}}
+    assert states(many(wrong, kv_load_failure_policy="recompute"))["options"] == "bad"
+    for children in ([], [other], [3]):
+        assert "none of MultiConnector's connectors" in texts(many(*children), "kv_connector")[0]
+    assert states({**right, "kv_connector_extra_config": [1]}) == {"kv_connector": "bad"}
+
+
 def test_the_doctor_tells_that_a_producer_does_not_write_lazily() -> None:
     lazy = {**RIGHT, "kv_connector_extra_config": {"write_policy": "lazy", "capacity_bytes": "1GiB"}}
     assert texts(lazy, "write_policy") == []

@@ -8,7 +8,6 @@ import json
 
 import pytest
 
-from e2e import models
 from e2e.harness import (
     BLOCK_TOKENS,
     UMBP,
@@ -27,7 +26,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 CHUNKS = (("max_num_batched_tokens", 128),)
 SPEC = EngineSpec(connector=UMBP, pipeline_parallel=2, blocks=32, max_model_tokens=512, arguments=CHUNKS)
 FAILING = EngineSpec(
-    model=models.LATENT,
     connector=UMBP,
     pipeline_parallel=2,
     blocks=100,
@@ -107,7 +105,6 @@ def test_batches_that_follow_each_other_through_the_stages_are_restored_right(en
 
 
 def test_with_a_fifth_of_loads_failing_every_answer_is_right(engines: EnginePool) -> None:
-    """Latent attention, with two layers on the first stage and one on the second."""
     engine = engines.get(FAILING)
     prompts = [random_prompt(100 + 45 * i, seed=5200 + i) for i in range(6)]
     cold = [engine.generate(prompt) for prompt in prompts]

@@ -211,34 +211,6 @@ def test_two_ranks_share_the_pool_with_each_other(
         assert_close(restored, cold)
 
 
-def test_latent_kv_that_all_ranks_hold_alike_is_stored_once(
-    spec: EngineSpec, folder: Path, start: Callable[[EngineSpec], EngineProcess]
-) -> None:
-    # vLLM's CPU build computes latent attention in blocks of 16 tokens, without chunks, and without a prefix
-    # cache of its own.
-    latent = replace(
-        spec,
-        model=models.LATENT,
-        tensor_parallel=2,
-        block_tokens=16,
-        blocks=64,
-        max_model_tokens=512,
-        arguments=(("max_num_batched_tokens", 512),),
-    )
-    prompt = random_prompt(300, seed=7550)
-    with start(latent) as engine, Pool.attach(pool_path(folder, "node")) as pool:
-        before = pool.stats()["objects"]
-        cold = engine.generate(prompt)
-        digests = engine.kv_digests(cold, restorable(prompt, 16))
-        assert pool.stats()["objects"] - before == len(prompt.tokens) // 16
-        engine.poison()
-        restored = engine.generate(prompt)
-        assert restored.cached_tokens == restorable(prompt, 16)
-        assert_close(restored, cold)
-        assert engine.kv_digests(restored, restorable(prompt, 16)) == digests
-        assert_same(engine.generate(prompt), restored)
-
-
 @pytest.mark.parametrize("by", ["command", "deletion"])
 def test_a_pool_destroyed_under_running_engines_is_missed_and_used_again_when_it_is_back(
     first: EngineProcess, second: EngineProcess, folder: Path, by: str

@@ -60,6 +60,25 @@ def test_two_engines_on_one_host_keep_apart_and_one_survives_the_others_death(tm
         assert second.generate(prompt).cached_tokens == 192
 
 
+def test_latent_attention_that_can_t_go_on_from_a_prefix_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    """Scenario: vLLM's reference for processors answered restored prompts wrongly, and its own hits too."""
+    if "amx_tile" in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has AMX, and vLLM a backend for it that goes on from prefixes")
+    spec = EngineSpec(
+        model=models.LATENT,
+        connector=UMBP,
+        block_tokens=16,
+        max_model_tokens=512,
+        arguments=(("max_num_batched_tokens", 512),),
+    )
+    log = tmp_path / "engine.log"
+    engine = EngineProcess(spec, models.make_model(models.LATENT, tmp_path), log)
+    with pytest.raises(EngineError):
+        engine.start()
+    said = log.read_text(errors="replace")
+    assert "UMBP can't serve latent attention (MLA) on a processor without AMX" in said, said[-4000:]
+
+
 def test_an_engine_killed_five_times_over_leaves_nothing_behind(tmp_path: Path) -> None:
     """`kill -9` of the engine core and its workers while they store and restore: no memory is held, no file
     is left, no process stays, and the next start doesn't hang.

@@ -455,3 +455,19 @@ def test_the_options_reach_the_pool_as_json_gives_them(folder: Path) -> None:
     with Pool.attach(pool_path(folder, "p")) as pool:
         assert pool.capacity_bytes == 2 << 20
     rig.close()
+
+
+def test_a_store_that_nobody_publishes_gives_its_slots_back_when_it_is_forgotten(folder: Path) -> None:
+    """Scenario: publishing failed now and then, and what was reserved for it stayed so for good."""
+    rig = rig_on(folder)
+    (rank,) = rig.ranks
+    chain = hashes(8)
+    for _ in range(3):
+        job = rank.worker.wait(rank.worker.store(rank.store_plans("batch", chain, range(8))))
+        assert len(job.completed_keys) == 8
+        del job
+        assert cast(SupportsUsage, rank.worker).usage()["pool_pinned_objects"] == 0
+    assert found(rig, rig.keys(chain)) == 0
+    put(rig, 8)
+    assert found(rig, rig.keys(chain)) == 8
+    rig.close()

@@ -246,7 +246,17 @@ def check_hash_seed() -> Iterator[Check]:
 
 
 def check_transfer_config(config: Mapping[str, object]) -> tuple[list[Check], Options | None]:
-    """A `--kv-transfer-config` of vLLM, and the options in it where they can be read."""
+    """A `--kv-transfer-config` of vLLM, and the options in it where they can be read.
+
+    Of vLLM's MultiConnector, the child that is ours is looked at, with the policy of the whole.
+    """
+    if config.get("kv_connector") == "MultiConnector":
+        ours = _own_child(config)
+        if ours is None:
+            text = f"none of MultiConnector's connectors is {' or '.join(CONNECTOR_NAMES)}"
+            return [Check("kv_connector", "bad", text)], None
+        of_the_whole = config.get("kv_load_failure_policy", "fail")
+        return check_transfer_config({**ours, "kv_load_failure_policy": of_the_whole})
     checks = [*_check_keys(config), *_check_connector(config)]
     role = config.get("kv_role")
     if role not in ROLES:
@@ -375,6 +385,16 @@ def _require_runtime(options: Options) -> None:
         create_runtime(options)
     except ImportError:
         return  # no native core, which is a check of its own
+
+
+def _own_child(config: Mapping[str, object]) -> Mapping[str, object] | None:
+    """Of a MultiConnector's configuration, that of the first child which is UMBP's."""
+    extra = _extra(config)
+    children = extra.get("connectors") if isinstance(extra, Mapping) else None
+    for child in children if isinstance(children, list) else ():
+        if isinstance(child, Mapping) and child.get("kv_connector") in CONNECTOR_NAMES:
+            return child
+    return None
 
 
 def _extra(config: Mapping[str, object]) -> Any:

@@ -19,6 +19,11 @@ logger = init_logger("vllm.umbp")
 
 def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise a one-sentence `ConfigError` for an engine whose KV cache this version can't keep."""
+    if compat.computes_in_one_piece(vllm_config):
+        _refuse(
+            "latent attention (MLA) on a processor without AMX, where vLLM can't go on from the middle of a "
+            "prompt"
+        )
     reason = compat.unsupported_cache_group(kv_cache_config)
     if reason is not None:
         _refuse(reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -132,6 +132,18 @@ class ObjectMover:
     def abandon(self, keys: Sequence[str]) -> None:
         """Give the slots of these keys' stored objects back."""
         self._pool.abandon([ticket for _, ticket in self._take(keys)])
+
+    def unpublished(self, keys: Sequence[str]) -> dict[str, int]:
+        """Of these keys, those whose stored objects wait to be published, with their tickets."""
+        return {key: self._unpublished[key] for key in keys if key in self._unpublished}
+
+    def abandon_forgotten(self, tickets: Mapping[str, int]) -> None:
+        """Give back what `unpublished` has told at some time, as far as it still waits. Never raises."""
+        waiting = [key for key, ticket in tickets.items() if self._unpublished.get(key) == ticket]
+        if waiting:
+            # In a pool that has taken this process for dead, or was left, there is nothing to give back.
+            with contextlib.suppress(SegmentError):
+                self.abandon(waiting)
 
     def close(self) -> None:
         """Give back what is not published; what is published from now on is lost. No job may run."""

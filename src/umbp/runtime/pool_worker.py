@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 from umbp.data import (
@@ -232,9 +233,15 @@ class PoolWorkerHandle:
             at_once.set_result(None)
             self._notes[job] = _Note(direction, at_once, keys, None)
             return job
-        lane = self._loader if direction == "load" else self._storer
-        move_objects = mover.load if direction == "load" else mover.store
-        future = lane.start(self._in_turns(job, self._groups, move_objects, mover.fence()))
+        if direction == "load":
+            turns = self._in_turns(job, self._groups, partial(mover.load, fence=mover.fence()))
+            future = self._loader.start(turns)
+        else:
+            stored: dict[str, int] = {}
+            store = partial(_store, mover, mover.fence(), stored)
+            # Whoever forgets a store without publishing it must not keep its slots.
+            weakref.finalize(job, mover.abandon_forgotten, stored).atexit = False
+            future = self._storer.start(self._in_turns(job, self._groups, store))
         self._notes[job] = _Note(direction, future, keys, mover)
         return job
 
@@ -279,8 +286,7 @@ class PoolWorkerHandle:
         self,
         job: TransferJobState,
         groups: GroupRuns,
-        move_objects: Callable[[Move, object], Moved],
-        fence: object,
+        move_objects: Callable[[Move], Moved],
     ) -> Iterator[None]:
         """One job, on its thread, which may work at others between its parts; every key gets its outcome,
         whatever happens.
@@ -292,12 +298,19 @@ class PoolWorkerHandle:
                 for part in move.parts(TURN_BYTES):
                     if moves:
                         yield
-                    moves.append(move_objects(part, fence))
+                    moves.append(move_objects(part))
         except Exception as broken:
             # The top of the thread: an outcome for every key that has none, and one line in the log.
             logger.exception("UMBP: a transfer of %d objects broke", len(job.keys))
             error = str(broken)
         settle(job, moves, error)
+
+
+def _store(mover: ObjectMover, fence: object, tickets: dict[str, int], move: Move) -> Moved:
+    """Store, and note the tickets of what then waits to be published."""
+    moved = mover.store(move, fence)
+    tickets.update(mover.unpublished(move.keys))
+    return moved
 
 
 def _use_free_cores() -> None:

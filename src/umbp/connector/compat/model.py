@@ -8,6 +8,7 @@ from typing import Any
 
 import vllm
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size, resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -80,6 +81,19 @@ def cache_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Cach
     )
 
 
+def computes_in_one_piece(vllm_config: VllmConfig) -> bool:
+    """Whether the engine can't go on from a prefix. vLLM's reference for latent attention on processors
+    can't: it answers wrongly there, its own cache's prefixes included. It says so by what it switches off:
+    chunks, and that cache.
+    """
+    return bool(
+        current_platform.is_cpu()
+        and vllm_config.model_config.use_mla
+        and not vllm_config.cache_config.enable_prefix_caching
+        and not vllm_config.scheduler_config.enable_chunked_prefill
+    )
+
+
 def _kind(spec: Any) -> GroupKind:
     first = _layer_specs(spec)[0]
     if isinstance(first, SlidingWindowSpec):
@@ -117,8 +131,8 @@ def unsupported_cache_group(kv_cache_config: KVCacheConfig) -> str | None:
             if isinstance(spec, MambaSpec):
                 if spec.mamba_cache_mode != "align":
                     return (
-                        f"{name} keeps a state (Mamba) in cache mode {spec.mamba_cache_mode!r}: only "
-                        "--mamba-cache-mode align, with prefix caching on, leaves states at block ends"
+                        f"{name} keeps a state (Mamba) in cache mode {spec.mamba_cache_mode!r}, which leaves "
+                        "none at block ends: say --enable-prefix-caching --mamba-cache-mode align"
                     )
             elif spec.tokens_per_state != 1:
                 return f"{name} packs several tokens together"
