@@ -198,11 +198,14 @@ def environment_digest(project: dict[str, Any]) -> str:
 
 
 def core_digest(project: dict[str, Any]) -> str:
-    """Of what the native core and the package's metadata are built from."""
+    """Of what the native core and the package's installation are made from."""
     digest = hashlib.sha256(json.dumps([project["project"], project["tool"]["scikit-build"]]).encode())
     for path in [ROOT / "CMakeLists.txt", *sorted((ROOT / "native").rglob("*"))]:
         if path.is_file():
             digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    # An editable installation finds modules by a list of them, made when it is installed.
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        digest.update(f"{path.relative_to(ROOT)}\0".encode())
     return digest.hexdigest()
 
 

@@ -80,7 +80,14 @@ def test_the_core_is_built_anew_when_any_of_its_sources_changes(setup_env: Any) 
     digests.append(setup_env.core_digest(project))
     source.rename(source.with_name("moved.cpp"))
     digests.append(setup_env.core_digest(project))
-    assert len(set(digests)) == 3
+    # Scenario: after an update with a new module the old installation didn't find it.
+    module = setup_env.ROOT / "src" / "umbp" / "new.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("one")
+    digests.append(setup_env.core_digest(project))
+    assert len(set(digests)) == 4
+    module.write_text("two")
+    assert setup_env.core_digest(project) == digests[-1], "modules are read where they are"
 
 
 def test_no_suitable_python_is_one_sentence(project_root: Path) -> None:
