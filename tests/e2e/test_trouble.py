@@ -134,11 +134,16 @@ def test_preempted_requests_resume_and_are_answered_right(engines: EnginePool, s
     prompts = [random_prompt(200, seed=2300 + i, max_tokens=60) for i in range(4)]
     cold = [engine.generate(prompt) for prompt in prompts]
     before = engine.metrics()["vllm:num_preemptions"]
-    engine.poison()
-    for result, reference in zip(engine.generate_all(prompts), cold, strict=True):
-        assert_finished(result)
-        assert_close(result, reference)
-    assert engine.metrics()["vllm:num_preemptions"] > before, "nothing was preempted: the test shows nothing"
+    # How loads and steps fall decides whether all of them want blocks at once.
+    for _ in range(5):
+        engine.poison()
+        for result, reference in zip(engine.generate_all(prompts), cold, strict=True):
+            assert_finished(result)
+            assert_close(result, reference)
+        if engine.metrics()["vllm:num_preemptions"] > before:
+            break
+    else:
+        pytest.fail("nothing was preempted: the test shows nothing")
     assert engine.metrics()["vllm:umbp_failed_load_tokens"] == 0
     assert_even_accounts(engine)
 
