@@ -45,12 +45,29 @@ def _listen(stream: Any, commands: queue.Queue[tuple[str, tuple[Any, ...]]]) -> 
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
+def _keep_prefix_cache() -> None:
+    """Let vLLM have a prefix cache where its platform would switch it off: its hits are the reference then,
+    right or wrong.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    switch_off = CpuPlatform.check_and_update_config.__func__
+
+    def update(platform: type[CpuPlatform], config: Any) -> None:
+        switch_off(platform, config)
+        config.cache_config.enable_prefix_caching = True
+
+    CpuPlatform.check_and_update_config = classmethod(update)
+
+
 class Engine:
     """The commands, by name; see `harness.EngineProcess` for what each promises."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM
 
+        if os.environ.get("E2E_KEEP_PREFIX_CACHE"):
+            _keep_prefix_cache()
         self._llm = LLM(**arguments)
         self._done: dict[str, dict[str, Any]] = {}
         self._running: dict[str, dict[str, Any]] = {}

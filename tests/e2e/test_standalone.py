@@ -211,6 +211,39 @@ def test_two_ranks_share_the_pool_with_each_other(
         assert_close(restored, cold)
 
 
+def test_latent_kv_that_all_ranks_hold_alike_is_stored_once_and_restored_as_it_was(
+    spec: EngineSpec, folder: Path, start: Callable[[EngineSpec], EngineProcess]
+) -> None:
+    """vLLM's reference for processors answers wrongly from any prefix, so UMBP refuses it. With vLLM's own
+    prefix cache forced on, the restored answer must be that of its own hit all the same, and the bytes too.
+    """
+    latent = replace(
+        spec,
+        model=models.LATENT,
+        tensor_parallel=2,
+        block_tokens=16,
+        blocks=64,
+        max_model_tokens=512,
+        arguments=(("max_num_batched_tokens", 512),),
+        environment=(*spec.environment, ("E2E_KEEP_PREFIX_CACHE", "1")),
+    )
+    with start(latent) as engine, Pool.attach(pool_path(folder, "node")) as pool:
+        for length in (300, 18 * 16 + 1):
+            prompt = random_prompt(length, seed=7550 + length)
+            before = pool.stats()["objects"]
+            engine.generate(prompt)
+            assert pool.stats()["objects"] - before == length // 16
+            hit = engine.generate(prompt)
+            assert hit.cached_tokens == restorable(prompt, 16)
+            digests = engine.kv_digests(hit, hit.cached_tokens)
+            engine.poison()
+            loaded = engine.metrics()["vllm:umbp_loaded_tokens"]
+            restored = engine.generate(prompt)
+            assert_same(restored, hit)
+            assert engine.kv_digests(restored, hit.cached_tokens) == digests
+            assert engine.metrics()["vllm:umbp_loaded_tokens"] - loaded == hit.cached_tokens
+
+
 @pytest.mark.parametrize("by", ["command", "deletion"])
 def test_a_pool_destroyed_under_running_engines_is_missed_and_used_again_when_it_is_back(
     first: EngineProcess, second: EngineProcess, folder: Path, by: str
