@@ -1,0 +1,1 @@
+"""Cluster stores: what keeps objects beyond this host, behind one small protocol."""

@@ -1,0 +1,118 @@
+"""The cluster store contract: a handful of batch verbs, and what a store is like, as data.
+
+A store keeps objects by name for all hosts of a cluster. It promises little, and nothing here asks for more: a
+put that was done may be gone at the next moment, what exists may be missing when it is fetched, a call may
+take long or never end. Whoever calls bounds the time (`umbp.store.gate`), checks the bytes (each object
+carries its key and a checksum, `umbp.pool.seal`) and takes every failure for a miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol, runtime_checkable
+
+from umbp.errors import UMBPError
+
+
+class StoreError(UMBPError):
+    """A store can't be reached or used at all; the message says why and what to do."""
+
+
+class Outcome(StrEnum):
+    """What became of one object of a batch. Every error code of a store is one of these."""
+
+    DONE = "done"
+    """Stored (by this call or before), fetched whole, or removed."""
+    MISS = "miss"
+    """It isn't there, or isn't of this size."""
+    LATER = "later"
+    """Not now: no room, too much at once, still being written or read. The store itself is well."""
+    BROKEN = "broken"
+    """The store doesn't answer, or its connection is of no use any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTraits:
+    """What a store is like. Callers keep to the bounds; a store may rely on it."""
+
+    name: str
+    """As the option `store` has it, for metrics and messages."""
+    most_keys: int
+    """Names in one question or removal."""
+    most_objects: int
+    """Objects in one put or get."""
+    most_bytes: int
+    """Bytes in one put or get, unless it is one single object."""
+    lease_s: float
+    """For so long what was found to exist is kept, room allowing; 0: no longer than the answer takes."""
+    registers: bool
+    """Whether addresses must lie in memory that was registered."""
+
+
+@runtime_checkable
+class ClusterStore(Protocol):
+    """One process's connection to a store. Threads may call it side by side.
+
+    A call with no objects does nothing. Calls may block for long; none raises but `open` and `register`: what
+    goes wrong is an outcome. After `close` everything is BROKEN.
+    """
+
+    @property
+    def traits(self) -> StoreTraits: ...
+
+    def open(self) -> None:
+        """Connect; `StoreError` where that fails. Once in a store's life: a broken one is closed, and another
+        made.
+        """
+        ...
+
+    def register(self, address: int, size: int) -> None:
+        """Objects will be put from and fetched into this memory, which lives until `close`. `StoreError`
+        where the store refuses it.
+        """
+        ...
+
+    def exists(self, keys: Sequence[str]) -> Sequence[Outcome]:
+        """DONE for what is there and complete, else MISS or BROKEN, in order; one round trip."""
+        ...
+
+    def put(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[Outcome]:
+        """Store each object from one contiguous range; the memory must not change until the call returns.
+
+        A key that is there already is DONE and keeps what it has. Nobody ever reads half an object.
+        """
+        ...
+
+    def get(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[Outcome]:
+        """Fetch each object into one contiguous range. `sizes` are the objects' own: one of another size is a
+        MISS. Where the outcome isn't DONE the range's bytes are undefined, and nothing beyond it is touched.
+        """
+        ...
+
+    def remove(self, keys: Sequence[str]) -> Sequence[Outcome]:
+        """Remove objects, those in use too; DONE also for what wasn't there."""
+        ...
+
+    def remove_prefix(self, prefix: str) -> Outcome:
+        """Remove all objects whose keys begin so; DONE when none of those that were there can be found any
+        more.
+        """
+        ...
+
+    def probe(self) -> bool:
+        """Whether the store answers at this moment, asked over the network, never from memory."""
+        ...
+
+    def describe(self) -> Mapping[str, str]:
+        """What an operator wants to know of it (addresses, versions, sizes), in words, by name; what can't be
+        told is left out.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave the store; memory of this process that it offered to others goes with it. A second call does
+        nothing.
+        """
+        ...
