@@ -13,6 +13,7 @@ from scripted_runtime import PickyRuntime, plain
 
 from umbp.connector.stats import COUNTERS, GAUGES, HISTOGRAMS, LABELS
 from umbp.data import BlockTransferPlan, LossReason, TransferJobState, reason_of
+from umbp.testing.engine.shape import Layers
 from umbp.testing.reference import ReferenceRuntime
 
 OBJECT_BYTES = 2 * 2 * BLOCK * 2 * 4 * 2
@@ -35,9 +36,39 @@ def test_tokens_and_bytes_are_counted_by_the_tier_that_keeps_them(
     engine.run(tokens(100))
     for name in ("stored_tokens", "hit_tokens", "loaded_tokens"):
         assert series(engine, name) == {"dram": 96}
-    for name in ("stored_bytes", "loaded_bytes"):
+    for name in ("stored_bytes", "hit_bytes", "loaded_bytes"):
         assert series(engine, name) == {"dram": 6 * OBJECT_BYTES * ranks}
+    assert engine.count("asked_bytes") == 2 * 6 * OBJECT_BYTES * ranks, "by the first request too"
     assert engine.count("failed_load_bytes") == engine.count("dropped_store_bytes") == 0
+
+
+FULL, WINDOWS = Layers("full", 1), Layers("sliding", 2, 40)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"layers": (FULL, WINDOWS)},
+        {"layers": (WINDOWS,)},
+        {"layers": (FULL, Layers("sliding", 2, 40, head_size=2)), "ranks": 2},
+        {"layers": (FULL, Layers("chunked", 2, 64))},
+        {"layers": (Layers("mla", 2),), "ranks": 2},
+        {"layers": (FULL, Layers("sliding", 1, 40)), "stages": 2},
+        {"kv_heads": 1, "ranks": 2, "dcp": 2},
+    ],
+    ids=["windows", "windows_alone", "wide_windows", "chunks", "mla", "stages", "dealt"],
+)
+def test_what_was_asked_for_and_hit_is_told_in_the_bytes_that_are_then_loaded(
+    make_pool: Any, make_engine: Any, shape: dict[str, Any]
+) -> None:
+    engine = make_engine(make_pool(), **shape)
+    engine.run(tokens(200))
+    assert engine.count("hit_bytes") == 0
+    asked_bytes, asked_tokens = engine.count("asked_bytes"), engine.count("asked_tokens")
+    engine.forget_prefixes()
+    engine.run(tokens(200))
+    assert engine.count("hit_tokens") == engine.count("loaded_tokens") == asked_tokens
+    assert engine.count("hit_bytes") == engine.count("loaded_bytes") == asked_bytes > 0
 
 
 def test_a_runtime_that_names_no_tier_is_counted_as_another(make_engine: Any) -> None:
@@ -71,7 +102,22 @@ def test_what_finds_no_room_and_what_comes_behind_it_are_dropped_for_different_r
     assert series(engine, "stored_tokens") == {"dram": 64}
     assert series(engine, "dropped_store_tokens")["dram|full"] == 32
     assert series(engine, "dropped_store_bytes") == {"dram|full": 2 * OBJECT_BYTES}
-    assert set(series(engine, "dropped_store_tokens")) <= {"dram|full", "dram|behind"}
+
+
+def test_what_comes_behind_a_lost_block_is_dropped_in_tokens_and_in_the_bytes_of_all_ranks(
+    make_pool: Any, make_engine: Any
+) -> None:
+    pool = PickyRuntime(make_pool(), error="full: no room")
+    pool.refuses = lambda rank, index, key: rank == 0 and index == 1
+    engine = make_engine(pool, max_batched_tokens=2 * BLOCK, ranks=2)
+    engine.run(tokens(6 * BLOCK + 1))
+    assert series(engine, "stored_tokens") == {"dram": BLOCK}
+    assert series(engine, "stored_bytes") == {"dram": 3 * OBJECT_BYTES}
+    assert series(engine, "dropped_store_tokens") == {"dram|full": BLOCK, "dram|behind": 4 * BLOCK}
+    assert series(engine, "dropped_store_bytes") == {
+        "dram|full": OBJECT_BYTES,
+        "dram|behind": 4 * OBJECT_BYTES * 2,
+    }
 
 
 def test_a_hit_that_is_not_worth_a_load_is_counted_once(make_pool: Any, make_engine: Any) -> None:
@@ -80,6 +126,7 @@ def test_a_hit_that_is_not_worth_a_load_is_counted_once(make_pool: Any, make_eng
     engine.forget_prefixes()
     engine.run(tokens(100))
     assert series(engine, "passed_hit_tokens") == {"dram": 96}
+    assert series(engine, "passed_hit_bytes") == {"dram": 6 * OBJECT_BYTES}
     assert engine.count("hit_tokens") == engine.count("loaded_tokens") == 0
     assert engine.count("asked_tokens") == 2 * 96
 
@@ -99,6 +146,8 @@ def test_what_a_preempted_request_gets_back_is_not_counted_as_a_hit_again(
     assert engine.count("asked_tokens") == 96 + 96
     assert engine.count("hit_tokens") == engine.count("loaded_tokens") == 96
     assert series(engine, "reloaded_tokens") == {"dram": 96}
+    assert series(engine, "reloaded_bytes") == series(engine, "loaded_bytes") == {"dram": 6 * OBJECT_BYTES}
+    assert series(engine, "hit_bytes") == {"dram": 6 * OBJECT_BYTES}
     assert engine.count("failed_load_tokens") == 0
 
 

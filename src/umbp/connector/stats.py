@@ -1,8 +1,8 @@
 """What the connector counts, and how vLLM's logs and Prometheus show it.
 
-Counters are kept where the fact is known: tokens by the scheduler (once per engine), bytes and seconds by
-each worker (summed over ranks). vLLM carries `UMBPStats.data` to the process that exports it, so it holds
-plain values only.
+Counters are kept where the fact is known: tokens, and the bytes that they stand for, by the scheduler (once
+per engine), bytes that move and seconds by each worker (summed over ranks). vLLM carries `UMBPStats.data` to
+the process that exports it, so it holds plain values only.
 """
 
 from __future__ import annotations
@@ -27,22 +27,26 @@ if TYPE_CHECKING:
 
 COUNTERS: dict[str, str] = {
     "asked_tokens": "Prompt tokens, beyond the engine's own prefix hit, that the pool was asked for.",
+    "asked_bytes": "Bytes that all ranks would have loaded, had the pool had all that it was asked for.",
     "hit_tokens": "Tokens that the engine was promised from the pool.",
+    "hit_bytes": "Bytes of the objects that were promised, over all ranks.",
     "passed_hit_tokens": "Tokens that the pool has and that were computed anew, as that takes no longer.",
+    "passed_hit_bytes": "Bytes of the objects that the pool has and that were passed over, over all ranks.",
     "loaded_tokens": "Tokens whose KV was restored from the pool on every rank.",
-    "reloaded_tokens": "Tokens restored for a request that was admitted before, as after a preemption.",
-    "failed_load_tokens": "Promised tokens that could not be restored and were recomputed.",
-    "stored_tokens": "Tokens whose KV every rank has put into the pool, or found there.",
-    "dropped_store_tokens": "Tokens whose KV some rank could not put into the pool, and all after them.",
-    "failed_load_requests": "Requests with a block that could not be restored.",
     "loaded_bytes": "Bytes copied from the pool into the engine's KV memory, over all ranks.",
+    "reloaded_tokens": "Tokens restored for a request that was admitted before, as after a preemption.",
+    "reloaded_bytes": "Bytes copied for a request that was admitted before, over all ranks.",
+    "failed_load_tokens": "Promised tokens that could not be restored and were recomputed.",
     "failed_load_bytes": "Bytes that could not be copied from the pool, over all ranks.",
+    "failed_load_requests": "Requests with a block that could not be restored.",
+    "stored_tokens": "Tokens whose KV every rank has put into the pool, or found there.",
     "stored_bytes": "Bytes copied from the engine's KV memory into the pool, over all ranks.",
-    "dropped_store_bytes": "Bytes that could not be copied into the pool, over all ranks.",
-    "load_seconds": "Seconds that loads took from their start to their end, summed over loads and ranks.",
-    "store_seconds": "Seconds that stores took from their start to their end, summed over stores and ranks.",
+    "dropped_store_tokens": "Tokens whose KV some rank could not put into the pool, and all after them.",
+    "dropped_store_bytes": "Bytes that could not be put into the pool, and all after them, over all ranks.",
     "evicted_objects": "Objects that left a full pool for newer ones, over all ranks.",
     "evicted_bytes": "Pool memory of objects that left a full pool for newer ones, over all ranks.",
+    "load_seconds": "Seconds that loads took from their start to their end, summed over loads and ranks.",
+    "store_seconds": "Seconds that stores took from their start to their end, summed over stores and ranks.",
 }
 """Every counter by name, with its meaning; exported as `vllm:umbp_<name>`."""
 
@@ -50,10 +54,13 @@ TIERED = ("tier",)
 WITH_REASON = ("tier", "reason")
 LABELS: dict[str, tuple[str, ...]] = {
     "hit_tokens": TIERED,
+    "hit_bytes": TIERED,
     "passed_hit_tokens": TIERED,
+    "passed_hit_bytes": TIERED,
     "loaded_tokens": TIERED,
-    "reloaded_tokens": TIERED,
     "loaded_bytes": TIERED,
+    "reloaded_tokens": TIERED,
+    "reloaded_bytes": TIERED,
     "stored_tokens": TIERED,
     "stored_bytes": TIERED,
     "evicted_objects": TIERED,

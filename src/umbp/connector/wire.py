@@ -35,6 +35,8 @@ class UMBPConnectorMetadata(KVConnectorMetadata):
     store_event: int = -1
     load_events: dict[str, int] = field(default_factory=dict)
     """The event number of each load of `load_requests`, by request."""
+    reloads: set[str] = field(default_factory=set)
+    """Those of these requests that were admitted before, and are counted apart."""
     timed_step: int = -1
     """A number that the workers' reports of this step carry, where its duration is wanted."""
     has_forward: bool = True
@@ -94,8 +96,10 @@ class UMBPPoolHandshakeMetadata(UMBPHandshakeMetadata):
 
     extra: HandshakeExtra = field(default_factory=dict)
     kv_tp_replicas: int = 1
-    group_ids: tuple[int, ...] | None = None
-    """The cache groups that have layers on this rank; a pipeline stage may have none of some."""
+    object_bytes: Mapping[int, int] | None = None
+    """Bytes of a block's object on this rank, for each cache group that has layers there; a pipeline stage
+    may have none of some. None where that isn't told: then the rank has all groups.
+    """
 
 
 def reports_by_rank(

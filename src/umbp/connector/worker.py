@@ -65,6 +65,8 @@ class _Running:
     request_id: str
     job: TransferJobState
     started_s: float
+    is_again: bool = False
+    """A load of a request that was admitted before."""
     is_overdue: bool = False
 
 
@@ -141,7 +143,7 @@ class WorkerSide:
         if self._handshake is None:
             extra = dict(self._handle.handshake_extra()) if self._can.attach else {}
             self._handshake = UMBPPoolHandshakeMetadata(
-                self._namespace.value, extra, self._kv_tp_replicas, tuple(sorted(self._group_ids))
+                self._namespace.value, extra, self._kv_tp_replicas, dict(self._object_bytes)
             )
         return self._handshake
 
@@ -172,7 +174,8 @@ class WorkerSide:
         begun = []
         for request_id, plans in meta.load_requests.items():
             job = self._begin(self._handle.load, self._own(plans))
-            begun.append(_Running(meta.load_events[request_id], request_id, job, self._clock()))
+            is_again = request_id in meta.reloads
+            begun.append(_Running(meta.load_events[request_id], request_id, job, self._clock(), is_again))
         if meta.async_load:
             self._loads.extend(begun)
             return
@@ -288,7 +291,8 @@ class WorkerSide:
             self._report.load_reasons[load.event] = reason_of(job)
             self._count_losses("failed_load_bytes", lost, job)
             self._tell_of_losses(len(lost), job.error)
-        self._stats.add("loaded_bytes", job.completed_bytes, self._can.tier)
+        loaded = "reloaded_bytes" if load.is_again else "loaded_bytes"
+        self._stats.add(loaded, job.completed_bytes, self._can.tier)
         self._count_seconds("load", load)
 
     def _end_store(self, store: _Running, job: TransferJobState) -> None:

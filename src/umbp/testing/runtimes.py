@@ -27,19 +27,24 @@ from umbp.testing.clock import TickClock
 from umbp.testing.reference import ReferenceRuntime
 
 
+def _never(rank: int, index: int, key: str) -> bool:
+    return False
+
+
 class PickyRuntime(PassingRuntime):
-    """A runtime whose loads lose chosen keys: `loses(rank, index, key)` says which, by place in the load, and
-    the job says why by `error`.
+    """A runtime that loses chosen keys of loads (`loses`) and of stores (`refuses`): both are asked with the
+    rank, the place in the job and the key. The job says why by `error`.
     """
 
     def __init__(
         self,
         inner: IUMBPRuntime,
-        loses: Callable[[int, int, str], bool],
+        loses: Callable[[int, int, str], bool] = _never,
         error: str = "lost on purpose",
     ) -> None:
         super().__init__(inner)
         self.loses = loses
+        self.refuses: Callable[[int, int, str], bool] = _never
         self.error = error
         self.loads: list[int] = []
         """How many keys each load of rank 0 had."""
@@ -56,16 +61,31 @@ class PickyWorkerHandle(PassingWorkerHandle):
         self._jobs: NotesByJob[TransferJobState] = NotesByJob()
 
     def load(self, plans: Sequence[BlockTransferPlan]) -> TransferJobState:
-        job = TransferJobState(plans)
-        job.start()
         if self._rank == 0:
             self._runtime.loads.append(len(plans))
-        lost = {
-            key for index, key in enumerate(job.key_column) if self._runtime.loses(self._rank, index, key)
-        }
+        return self._without(self._runtime.loses, super().load, plans)
+
+    def store(self, plans: Sequence[BlockTransferPlan]) -> TransferJobState:
+        return self._without(self._runtime.refuses, super().store, plans)
+
+    def publish(self, job: TransferJobState) -> None:
+        inner = self._jobs.get(job)
+        super().publish(job if inner is None else inner)
+        if inner is not None:
+            mirror(inner, job)
+
+    def _without(
+        self,
+        loses: Callable[[int, int, str], bool],
+        begin: Callable[[Sequence[BlockTransferPlan]], TransferJobState],
+        plans: Sequence[BlockTransferPlan],
+    ) -> TransferJobState:
+        job = TransferJobState(plans)
+        job.start()
+        lost = {key for index, key in enumerate(job.key_column) if loses(self._rank, index, key)}
         if lost:
             job.fail(lost, self._runtime.error)
-        self._jobs[job] = super().load(without(plans, lost))
+        self._jobs[job] = begin(without(plans, lost))
         return job
 
     def wait(self, job: TransferJobState) -> TransferJobState:

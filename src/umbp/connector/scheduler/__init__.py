@@ -1,7 +1,7 @@
 """The scheduler's half of the connector: its questions, each in a module of its own, wired here.
 
 *match*, *find*: how much of a prompt is stored. *plan*: what a step can load and store. *write*, *lazy*: when
-it is stored. *account*: what is in flight. *events*: telling others of it.
+it is stored. *account*: what is in flight. *count*: what came of it. *events*: telling others of it.
 Runs in the engine core's process, on its one thread; nothing here blocks longer than the runtime's lookups
 do.
 """
@@ -18,6 +18,7 @@ from umbp.connector import compat
 from umbp.connector.groups import CacheShape, GroupKind
 from umbp.connector.hits import HitRules
 from umbp.connector.scheduler.account import Ledger, LoadEntry, Quarantine, StoreEntry
+from umbp.connector.scheduler.count import Counts
 from umbp.connector.scheduler.events import KVEvents
 from umbp.connector.scheduler.find import ChainFinder, GroupsFinder
 from umbp.connector.scheduler.lazy import LazyWriter
@@ -92,7 +93,7 @@ class SchedulerSide:
         self._requests: dict[str, RequestState] = {}
         self._unfinished: dict[str, RequestState] = {}
         """Those whose blocks the writer may still have to look at."""
-        self._admitted: dict[str, tuple[int, BlockLoadBatch]] = {}
+        self._admitted: dict[str, tuple[int, BlockLoadBatch, bool]] = {}
         self._filling: set[bytes] = set()
         self._stores_before_reset: frozenset[int] = frozenset()
         self._reset_s = float("-inf")
@@ -102,7 +103,7 @@ class SchedulerSide:
         self._block_pool: BlockPool | None = None
         self._writer: Writer | None = None
         self._awaits_hello = False
-        self._stats = UMBPStats()
+        self._counts = Counts(pool, shape, hits)
 
     # Start
 
@@ -126,7 +127,7 @@ class SchedulerSide:
             )
         else:
             runs = frozenset(g.group_id for g in self._shape.groups if g.kind is GroupKind.FULL)
-            self._writer = ThroughWriter(self._planner, block_pool, self._stats, self._pool.tier, runs)
+            self._writer = ThroughWriter(self._planner, block_pool, self._counts, runs)
 
     def bind_workers(self, reports: Mapping[Rank, UMBPHandshakeMetadata]) -> None:
         """Adopt the workers' namespace and attach to their pools; called at start, and again after a
@@ -168,7 +169,10 @@ class SchedulerSide:
         # Also one that comes back, from a preemption or with more prompt.
         self._unfinished[request.request_id] = state
         is_again = state.was_counted
-        self._count_admission(state, external_tokens)
+        if not is_again:
+            state.was_counted = True
+            self._counts.admission(state, external_tokens)
+            self._note(state, "admit")
         if external_tokens == 0:
             # The second call of a finished asynchronous load, or a hit that is not wanted.
             self._matcher.withdraw(state)
@@ -194,7 +198,7 @@ class SchedulerSide:
         state.promise = None
         state.answer = None
         state.is_loading = True
-        self._admitted[request.request_id] = (self._loads.open(entry), batch)
+        self._admitted[request.request_id] = (self._loads.open(entry), batch, is_again)
         if self._writer is not None:
             self._writer.note_load(len(tables[0]), len(entry.block_ids))
         if not self._load_async:
@@ -228,9 +232,11 @@ class SchedulerSide:
             if (state := self._requests.get(request_id)) is not None:
                 self._matcher.withdraw(state)
                 state.forget_blocks()
-        for request_id, (event, batch) in self._admitted.items():
+        for request_id, (event, batch, is_again) in self._admitted.items():
             meta.load_requests[request_id] = batch
             meta.load_events[request_id] = event
+            if is_again:
+                meta.reloads.add(request_id)
         self._admitted = {}
         self._plan_stores(output, meta)
         if self._timer is not None and meta.has_forward:
@@ -304,7 +310,7 @@ class SchedulerSide:
         return () if self._events is None else self._events.take()
 
     def take_stats(self) -> UMBPStats | None:
-        return self._stats.take()
+        return self._counts.take()
 
     def close(self) -> None:
         self._pool.close()
@@ -336,17 +342,6 @@ class SchedulerSide:
             if self._events is not None:
                 self._events.open(request)
         return state
-
-    def _count_admission(self, state: RequestState, external_tokens: int) -> None:
-        if state.was_counted:
-            return
-        state.was_counted = True
-        if state.answer is not None:
-            asked_tokens = state.answer.limit_tokens - state.answer.local_tokens
-            self._stats.add("asked_tokens", max(asked_tokens, 0))
-            self._stats.add("passed_hit_tokens", state.passed_tokens, self._pool.tier)
-        self._stats.add("hit_tokens", external_tokens, self._pool.tier)
-        self._note(state, "admit")
 
     def _note(self, state: RequestState, phase: str) -> None:
         request = state.request
@@ -387,7 +382,7 @@ class SchedulerSide:
         state = self._requests.get(request_id)
         if state is not None and not state.has_failed_load:
             state.has_failed_load = True
-            self._stats.add("failed_load_requests", 1)
+            self._counts.request_with_a_failed_load()
 
     def _close_load(self, entry: LoadEntry, result: StoreEventResult, reason: LossReason) -> None:
         self._filling.difference_update(name for _, name in entry.objects)
@@ -396,22 +391,12 @@ class SchedulerSide:
             # What a reset has taken from a load will be stored anew, and be good.
             for one in result.failed_objects:
                 self._quarantine.add(one)
-        failed_tokens = self._failed_tokens(entry, len(result.failed_objects))
+        failed_tokens = self._counts.load_ended(entry, result, reason)
         if not failed_tokens and self._load_async:
             others = (entry.others + len(self._loads)) / 2
             self._worth.observe_load(entry.tokens, self._clock() - entry.planned_s, others)
-        tier = self._pool.tier
-        self._stats.add("failed_load_tokens", failed_tokens, tier, reason)
-        loaded = "reloaded_tokens" if entry.is_again else "loaded_tokens"
-        self._stats.add(loaded, entry.tokens - failed_tokens, tier)
         if (state := self._requests.get(entry.request_id)) is not None:
             state.is_loading = False
-
-    def _failed_tokens(self, entry: LoadEntry, failed_blocks: int) -> int:
-        """Where a hit isn't a run of blocks, the engine drops all of a load that has lost one."""
-        if self._shape.is_chain:
-            return min(failed_blocks * self._shape.counted.block_tokens, entry.tokens)
-        return entry.tokens if failed_blocks else 0
 
     def _close_store(self, entry: StoreEntry, result: StoreEventResult, reason: LossReason) -> None:
         assert self._writer is not None
@@ -423,9 +408,4 @@ class SchedulerSide:
                     self._quarantine.remove(one)
         if self._events is not None:
             self._events.stores_ended(entry)
-        counted = self._shape.counted.group_id
-        tokens = entry.tokens_of(counted)
-        dropped = entry.tokens_of(counted, result.failed_objects) if result.failed_objects else 0
-        tier = self._pool.tier
-        self._stats.add("dropped_store_tokens", dropped, tier, reason)
-        self._stats.add("stored_tokens", tokens - dropped, tier)
+        self._counts.store_ended(entry, result, reason)

@@ -205,15 +205,6 @@ class Planner:
                 lacking.append(rest)
         return lacking
 
-    def skip(self, state: RequestState, computed_tokens: int) -> int:
-        """Move the request's mark past the blocks that are full once this step has run; returns their
-        tokens.
-        """
-        block_tokens = self._shape.counted.block_tokens
-        saved, tokens = self._unsaved(state, computed_tokens)
-        self._mark(state, tokens)
-        return (tokens // block_tokens - saved // block_tokens) * block_tokens
-
     def _unsaved(self, state: RequestState, computed_tokens: int) -> tuple[int, int]:
         """The tokens `[saved, settled)` beyond the request's mark that are settled once this step has run.
 

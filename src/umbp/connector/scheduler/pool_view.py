@@ -54,6 +54,10 @@ class PoolView:
         """What keeps the objects, in a word, for metrics."""
         return self._can.tier
 
+    def block_bytes(self, group_id: int) -> int:
+        """Bytes of one block's objects of a cache group on all ranks; 0 until they have told them."""
+        return sum(stage.block_bytes(group_id) for stage in self._stages)
+
     @property
     def codec(self) -> BlockIdentityCodec:
         """Keys of rank 0 in the first stage's namespace; workers rewrite them to their own rank and

@@ -5,6 +5,7 @@ Scheduler thread only. An engine without a pipeline is one stage. What the runti
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,18 +35,22 @@ class Stage:
         self.codec = BlockIdentityCodec(namespace.value)
         """Spells the keys of any rank in this stage's namespace; its own rank is the engine's first."""
         self._group_ids: frozenset[int] | None = None
+        self._block_bytes: Counter[int] = Counter()
         replicas = 1
         if isinstance(report, UMBPPoolHandshakeMetadata):
             replicas = report.kv_tp_replicas
-            self._group_ids = None if report.group_ids is None else frozenset(report.group_ids)
+            self._group_ids = None if report.object_bytes is None else frozenset(report.object_bytes)
         layout = KVLayoutDescriptor((), topology, kv_tp_replicas=replicas)
         self.handle: Any = runtime.create_scheduler_handle(namespace, topology, layout)
 
     def bind(self, reports: Reports) -> None:
         """Attach to what the stage's workers made, where the runtime needs that."""
+        told = {rank: reports[rank] for rank in self._topology.all_namespaces()}
+        self._block_bytes.clear()
+        for report in told.values():
+            if isinstance(report, UMBPPoolHandshakeMetadata):
+                self._block_bytes.update(report.object_bytes or {})
         if self._can.attach:
-            ranks = self._topology.all_namespaces()
-            told = {rank: reports[rank] for rank in ranks}
             self.handle.bind_workers(
                 {
                     rank: report.extra if isinstance(report, UMBPPoolHandshakeMetadata) else {}
@@ -56,6 +61,10 @@ class Stage:
     def keeps(self, group_id: int) -> bool:
         """Whether the stage has layers of this cache group."""
         return self._group_ids is None or group_id in self._group_ids
+
+    def block_bytes(self, group_id: int) -> int:
+        """Bytes of one block's objects on all ranks of the stage, as far as they were told."""
+        return self._block_bytes[group_id]
 
     def present(self, group_id: int, hashes: Sequence[bytes]) -> int:
         """How many leading blocks of a cache group every rank has at this moment."""

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from umbp.connector import compat
 from umbp.connector.scheduler.account import StoredObject, StoreEntry
+from umbp.connector.scheduler.count import Counts
 from umbp.connector.scheduler.plan import Planner
 from umbp.connector.scheduler.state import RequestState
-from umbp.connector.stats import UMBPStats
-from umbp.data import BlockStoreBatch, LossReason
+from umbp.data import BlockStoreBatch
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -60,27 +60,20 @@ class ThroughWriter:
     What is stored of a request is always a contiguous prefix, so that all of it can be found again.
     """
 
-    def __init__(
-        self, planner: Planner, block_pool: BlockPool, stats: UMBPStats, tier: str, runs: frozenset[int]
-    ) -> None:
-        """`tier` is what keeps the objects, for metrics; `runs`: the cache groups in which a block is of use
-        only with all before it.
-        """
-        self._tier = tier
+    def __init__(self, planner: Planner, block_pool: BlockPool, counts: Counts, runs: frozenset[int]) -> None:
+        """`runs`: the cache groups in which a block is of use only with all before it."""
         self._planner = planner
         self._block_pool = block_pool
-        self._stats = stats
+        self._counts = counts
         self._runs = runs
 
     def plan(self, output: SchedulerOutput, unfinished: dict[str, RequestState]) -> StoreEntry | None:
         batches: dict[str, BlockStoreBatch] = {}
         for request_id, state, computed_tokens in storing_requests(self._planner, output, unfinished):
-            if state.has_lost_store:
-                skipped = self._planner.skip(state, computed_tokens)
-                self._stats.add("dropped_store_tokens", skipped, self._tier, LossReason.BEHIND)
-                continue
             spans = self._planner.completed(state, computed_tokens, output)
-            if spans and (lacking := self._planner.lacking(spans)):
+            if state.has_lost_store:
+                self._counts.left_out(spans)
+            elif spans and (lacking := self._planner.lacking(spans)):
                 batches[request_id] = self._planner.store_batch(request_id, lacking)
         if not batches:
             return None
