@@ -1,7 +1,7 @@
 """The cluster store contract: a handful of batch verbs, and what a store is like, as data.
 
-A store keeps objects by name for all hosts of a cluster. It promises little, and nothing here asks for more: a
-put that was done may be gone at the next moment, what exists may be missing when it is fetched, a call may
+A store keeps objects by name for all hosts of a cluster. It promises little, and nothing here asks for more:
+a put that was done may be gone at the next moment, what exists may be missing when it is fetched, a call may
 take long or never end. Whoever calls bounds the time (`umbp.store.gate`), checks the bytes (each object
 carries its key and a checksum, `umbp.pool.seal`) and takes every failure for a miss.
 """
