@@ -1,7 +1,6 @@
 // umbp._native: the core's verbs with numpy columns in and out. All work happens with the GIL released; the
 // key strings are kept alive by a tuple of references meanwhile.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -10,6 +9,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "bindings/columns.hpp"
+#include "bindings/seals.hpp"
 #include "bindings/shared_pool.hpp"
 #include "copy/engine.hpp"
 #include "pool/pool.hpp"
@@ -19,77 +20,6 @@ using namespace nb::literals;
 using namespace umbp;
 
 namespace {
-
-template <class T>
-using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-template <class T>
-nb::ndarray<nb::numpy, T> array_of(T* data, std::initializer_list<size_t> shape) {
-  nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
-  return nb::ndarray<nb::numpy, T>(data, shape, owner);
-}
-
-using U8Array = nb::ndarray<nb::numpy, u8>;
-using U64Array = nb::ndarray<nb::numpy, u64>;
-using BoolArray = nb::ndarray<nb::numpy, bool>;
-
-// The texts of a sequence of str (or bytes), valid while this lives.
-class Texts {
- public:
-  Texts(nb::handle sequence, bool bytes) : owner_(nb::steal<nb::tuple>(PySequence_Tuple(sequence.ptr()))) {
-    if (!owner_.is_valid()) throw nb::python_error();
-    views.reserve(nb::len(owner_));
-    for (size_t i = 0, n = nb::len(owner_); i < n; i++)
-      views.push_back(text(PyTuple_GetItem(owner_.ptr(), Py_ssize_t(i)), bytes));
-  }
-  std::vector<std::string_view> views;
-
-  static std::string_view text(PyObject* object, bool bytes) {
-    Py_ssize_t size = 0;
-    if (bytes) {
-      char* data = nullptr;
-      if (PyBytes_AsStringAndSize(object, &data, &size) != 0) throw nb::python_error();
-      return {data, size_t(size)};
-    }
-    const char* data = PyUnicode_AsUTF8AndSize(object, &size);
-    if (!data) throw nb::python_error();
-    return {data, size_t(size)};
-  }
-
- private:
-  nb::tuple owner_;
-};
-
-std::vector<Digest> digests_of(const Texts& texts, u64 seed) {
-  std::vector<Digest> digests;
-  digests.reserve(texts.views.size());
-  for (std::string_view view : texts.views) digests.push_back(digest_of(view, seed));
-  return digests;
-}
-
-std::vector<Digest> raw_digests_of(const std::string& prefix, const Texts& texts, u64 seed) {
-  RawHasher hasher(prefix, seed);
-  std::vector<Digest> digests;
-  digests.reserve(texts.views.size());
-  for (std::string_view view : texts.views) digests.push_back(hasher(view));
-  return digests;
-}
-
-// Keys in either spelling, hashed without the GIL.
-struct Keys {
-  Keys(const Pool& pool, nb::handle keys) : texts(keys, false), seed(pool.segment()->hash_seed()) {}
-  Keys(const Pool& pool, std::string prefix_, nb::handle hashes)
-      : texts(hashes, true), seed(pool.segment()->hash_seed()), prefix(std::move(prefix_)), raw(true) {}
-  size_t size() const { return texts.views.size(); }
-  std::vector<Digest> digests() const {
-    return raw ? raw_digests_of(prefix, texts, seed) : digests_of(texts, seed);
-  }
-
-  Texts texts;
-  u64 seed;
-  std::string prefix;
-  bool raw = false;
-};
 
 BoolArray lookup(const Pool& pool, const Keys& keys) {
   bool* hits = new bool[keys.size()];
@@ -114,10 +44,6 @@ nb::tuple acquire(Pool& pool, const Keys& keys) {
   U8Array outcomes =
       outcomes_by(keys.size(), [&](Outcome* out) { pool.acquire(keys.digests(), tickets, out); });
   return nb::make_tuple(ticket_array, outcomes);
-}
-
-std::span<const u64> span_of(const Column<u64>& column) {
-  return {column.data(), column.shape(0)};
 }
 
 nb::tuple reserve(Pool& pool, u32 ns, const Keys& keys, nb::object object_bytes, nb::object parents) {
@@ -508,6 +434,7 @@ NB_MODULE(_native, m) {
       .def("audit", &Pool::audit, nb::call_guard<nb::gil_scoped_release>())
       .def("reap", &Pool::reap, nb::call_guard<nb::gil_scoped_release>());
   bind_shared_pool(m, pool_class);
+  bind_seals(m, pool_class);
 
   nb::class_<Runs>(m, "Runs")
       .def(
@@ -563,13 +490,13 @@ NB_MODULE(_native, m) {
           },
           "runs"_a, "block_ids"_a, "pool"_a, "tickets"_a)
       .def(
-          "seal_stores",
+          "checksum_stores",
           [](CopyEngine& e, const Runs& runs, const Pool& pool, Column<u64> tickets) {
             const size_t count = tickets.shape(0);
             CopyStatus* statuses = new CopyStatus[count];
             U8Array result = array_of(reinterpret_cast<u8*>(statuses), {count});
             nb::gil_scoped_release release;
-            e.seal_stores(runs, pool, span_of(tickets), statuses);
+            e.checksum_stores(runs, pool, span_of(tickets), statuses);
             return result;
           },
           "runs"_a, "pool"_a, "tickets"_a)

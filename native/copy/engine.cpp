@@ -85,7 +85,7 @@ class CopyEngine::Batch {
     for (std::size_t i = begin; i < end; i++) {
       if (i + 1 < end) admit(i + 1);
       copy_part(i, 0, runs_.moved_bytes(), i + 1 < end ? head(i + 1) : nullptr);
-      if (checksum_ && is_store_ && statuses_[i] == CopyStatus::ok) gate_.seal(tickets_[i]);
+      if (checksum_ && is_store_ && statuses_[i] == CopyStatus::ok) gate_.add_checksum(tickets_[i]);
     }
     kernel_.drain();
   }
@@ -170,15 +170,15 @@ void CopyEngine::open_stores(const Runs& runs, std::span<const i64> blocks, cons
   });
 }
 
-void CopyEngine::seal_stores(const Runs& runs, const Pool& pool, std::span<const u64> tickets,
-                             CopyStatus* statuses) {
+void CopyEngine::checksum_stores(const Runs& runs, const Pool& pool, std::span<const u64> tickets,
+                                 CopyStatus* statuses) {
   auto segment = pool.segment();
   const Gate gate(runs, *segment);
   run(tickets.size(), runs.object_bytes, [&](std::size_t i) {
     std::byte* object = nullptr;
     statuses[i] = CopyStatus::bad_ticket;
     statuses[i] = gate.store(0, tickets[i], object);
-    if (statuses[i] == CopyStatus::ok) gate.seal(tickets[i]);
+    if (statuses[i] == CopyStatus::ok) gate.add_checksum(tickets[i]);
   });
 }
 

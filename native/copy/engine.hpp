@@ -30,11 +30,12 @@ class CopyEngine {
             bool checksum, CopyStatus* statuses);
 
   // For bytes that a device moves itself, in two halves with its copy between them. An opening call says
-  // which objects may be copied and where they lie (0: not to be touched); seal_stores adds the checksums of
-  // what has arrived; after a load, ask still_ours().
+  // which objects may be copied and where they lie (0: not to be touched); checksum_stores adds the checksums
+  // of what has arrived; after a load, ask still_ours().
   void open_stores(const Runs& runs, std::span<const i64> blocks, const Pool& pool,
                    std::span<const u64> tickets, CopyStatus* statuses, u64* addresses);
-  void seal_stores(const Runs& runs, const Pool& pool, std::span<const u64> tickets, CopyStatus* statuses);
+  void checksum_stores(const Runs& runs, const Pool& pool, std::span<const u64> tickets,
+                       CopyStatus* statuses);
   void open_loads(const Runs& runs, std::span<const i64> blocks, const Pool& pool,
                   std::span<const u64> tickets, bool checksum, CopyStatus* statuses, u64* addresses);
 

@@ -42,7 +42,7 @@ class Gate {
   }
 
   // Adds the checksum of a stored object's bytes.
-  void seal(u64 ticket) const {
+  void add_checksum(u64 ticket) const {
     const u32 slot = ticket_slot(ticket);
     Trailer& trailer = segment_.trailer(slot);
     trailer.checksum = checksum_of(segment_.payload(slot), runs_.object_bytes);
@@ -59,10 +59,10 @@ class Gate {
  private:
   CopyStatus place(i64 block, u32 slot, std::byte*& object) const {
     if (block < 0 || block >= runs_.block_count) return CopyStatus::bad_block;
-    if (segment_.record(slot).length != runs_.object_bytes ||
-        runs_.object_bytes > segment_.slab_slot_bytes(segment_.slab_of(slot)) - kTrailerBytes)
+    const Place place = segment_.place(slot);
+    if (segment_.record(slot).length != runs_.object_bytes || runs_.object_bytes > place.payload_limit())
       return CopyStatus::bad_length;
-    object = segment_.payload(slot);
+    object = place.payload;
     return CopyStatus::ok;
   }
 

@@ -86,8 +86,8 @@ Geometry Geometry::make(u64 max_bytes, u64 slab_bytes, u64 min_object_bytes, u64
                       " bytes) and 2**50, not " + std::to_string(max_bytes));
   if (slot_bytes_for(min_object_bytes) > slab_bytes)
     throw ConfigError("an object of min_object_bytes=" + std::to_string(min_object_bytes) +
-                      " and its 64-byte trailer don't fit a slab of " + std::to_string(slab_bytes) +
-                      " bytes");
+                      " and the 128 bytes of its seal and trailer don't fit a slab of " +
+                      std::to_string(slab_bytes) + " bytes");
   if (eviction_policy > u64(EvictionPolicy::hazard))
     throw ConfigError("no eviction policy has the number " + std::to_string(eviction_policy));
   Geometry g;

@@ -9,6 +9,10 @@
 // what the hazard policy has learned (hazard.hpp), which is kept where it can be true and never decides what
 // may be read.
 //
+// A slot: the payload | its seal | room | its trailer. The trailer is this pool's own note, at the slot's
+// end, in digests that mean nothing elsewhere. The seal lies directly behind the payload, so that both leave
+// the pool as one range, and means the same on every host (copy/seal.hpp).
+//
 // The file is as long as the pool may ever become (max_bytes); slabs that are absent have no memory. So a
 // pool grows and shrinks slab by slab, and nobody who is attached has to map anything anew.
 //
@@ -23,7 +27,7 @@ namespace umbp {
 constexpr u32 kNil = 0xffffffffu;
 constexpr u64 kMagic = 0x4c4f4f5050424d55ull;       // "UMBPPOOL"
 constexpr u64 kTrailerMagic = 0x314c4941525450ull;  // "PTRAIL1"
-constexpr u32 kFormatVersion = 2;
+constexpr u32 kFormatVersion = 3;
 constexpr u64 kPageBytes = 4096;
 constexpr u32 kProcessLimit = 64;
 constexpr u32 kNamespaceLimit = 1024;
@@ -31,7 +35,8 @@ constexpr u32 kNamespaceNameBytes = 192;  // of longer names the head; a namespa
 constexpr u32 kNoGroup = 0xffffffffu;
 constexpr u32 kClassLimit = 256;
 constexpr u64 kRingEntries = 65536;
-constexpr u64 kTrailerBytes = 64;
+constexpr u64 kSealBytes = 64, kTrailerBytes = 64;
+constexpr u64 kSlotOverheadBytes = kSealBytes + kTrailerBytes;  // what a slot has beside the payload
 constexpr u32 kTicksPerSecond = 4;  // of the eviction policy's time, which runs since boot
 constexpr u64 kMaxBytes = 1ull << 50;
 constexpr i64 kLockBase = 1ll << 60;  // byte locks live far behind the file's end
@@ -40,7 +45,7 @@ inline u64 round_up(u64 value, u64 unit) {
   return (value + unit - 1) / unit * unit;
 }
 inline u64 slot_bytes_for(u64 object_bytes) {
-  return round_up(object_bytes + kTrailerBytes, kPageBytes);
+  return round_up(object_bytes + kSlotOverheadBytes, kPageBytes);
 }
 
 enum class EvictionPolicy : u64 { lru = 0, hazard = 1 };

@@ -102,8 +102,9 @@ void Pool::payload(std::span<const u64> tickets, u64* addresses, u64* lengths) c
                 objects.names(tickets[i], SlotState::published) ||
                 objects.names(tickets[i], SlotState::doomed);
     if (!held || s->my_pin(slot).load() == 0) continue;
-    addresses[i] = reinterpret_cast<u64>(s->payload(slot));
-    lengths[i] = std::min(s->record(slot).length, s->slab_slot_bytes(s->slab_of(slot)) - kTrailerBytes);
+    const Place place = s->place(slot);
+    addresses[i] = reinterpret_cast<u64>(place.payload);
+    lengths[i] = std::min(s->record(slot).length, place.payload_limit());
   }
 }
 

@@ -1,6 +1,7 @@
 #include "pool/reserve.hpp"
 
 #include <algorithm>
+#include <cstring>
 
 namespace umbp {
 
@@ -50,7 +51,8 @@ void Reservation::classify(Objects& objects, std::size_t from, std::size_t count
       c_.outcomes[i] = is_published ? Outcome::exists : Outcome::busy;
       if (!is_published && word_owner(word) != s_.process_slot())
         busy_owners_ |= 1ull << word_owner(word) % 64;
-    } else if (c_.object_bytes[i] == 0 || c_.object_bytes[i] > s_.geometry().slab_bytes - kTrailerBytes) {
+    } else if (c_.object_bytes[i] == 0 ||
+               c_.object_bytes[i] > s_.geometry().slab_bytes - kSlotOverheadBytes) {
       c_.outcomes[i] = Outcome::too_large;
     } else if (is_repeated(from, i)) {
       c_.outcomes[i] = Outcome::busy;
@@ -270,11 +272,12 @@ u32 Reservation::parent_slot(Objects& objects, std::size_t i, u32 klass) {
 }
 
 void Reservation::write_trailer(std::size_t i) {
-  u32 slot = ticket_slot(c_.tickets[i]);
-  Trailer& trailer = s_.trailer(slot);
-  trailer =
+  const Place place = s_.place(ticket_slot(c_.tickets[i]));
+  require_sound(c_.object_bytes[i] <= place.payload_limit(), "a reservation doesn't fit its slot");
+  place.trailer() =
       Trailer{s_.ns(c_.ns).digest, c_.keys[i], c_.object_bytes[i], ticket_generation(c_.tickets[i]), 0, 0,
               kTrailerMagic};
+  std::memset(place.payload + c_.object_bytes[i], 0, kSealBytes);  // no former object's seal is taken for its
 }
 
 }  // namespace umbp

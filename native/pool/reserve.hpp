@@ -30,7 +30,7 @@ class Reservation {
   // False if there was more to evict than one hold of the lock may: nothing of the batch is reserved yet,
   // plan it again.
   bool carry_out(Objects& objects, std::size_t from, std::size_t count);
-  // After the lock: the reserved slots are ours to write.
+  // After the lock: the reserved slots are ours to write. No seal is left in them.
   void write_trailer(std::size_t i);
   // One bit for each other process that is writing a key of the last batch.
   u64 busy_owners() const { return busy_owners_; }

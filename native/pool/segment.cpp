@@ -73,16 +73,12 @@ u64 Segment::slab_slot_bytes(u32 slab_index) const {
   return bytes;
 }
 
-std::byte* Segment::payload(u32 slot) const {
+Place Segment::place(u32 slot) const {
   u32 slab_index = slab_of(slot);
   u64 bytes = slab_slot_bytes(slab_index);
   u64 position = slot - u64(slab_index) * geometry_.slots_per_slab;
   if (bytes == 0 || position >= geometry_.slots_in_slab(bytes)) damaged();
-  return base_ + geometry_.arena_at + slab_index * geometry_.slab_bytes + position * bytes;
-}
-
-Trailer& Segment::trailer(u32 slot) const {
-  return *reinterpret_cast<Trailer*>(payload(slot) + slab_slot_bytes(slab_of(slot)) - kTrailerBytes);
+  return {base_ + geometry_.arena_at + slab_index * geometry_.slab_bytes + position * bytes, bytes};
 }
 
 u64 Segment::pinned_slots() const {

@@ -31,6 +31,16 @@ struct CreateParameters {
 
 using FileId = std::pair<u64, u64>;  // device, inode
 
+// Where a slot lies, by one look at its slab's slot size: whoever writes there needs no second one, which
+// might say something else.
+struct Place {
+  std::byte* payload;
+  u64 slot_bytes;
+
+  u64 payload_limit() const { return slot_bytes - kSlotOverheadBytes; }
+  Trailer& trailer() const { return *reinterpret_cast<Trailer*>(payload + slot_bytes - kTrailerBytes); }
+};
+
 class Segment {
  public:
   static std::shared_ptr<Segment> create_memfd(const CreateParameters& parameters);
@@ -108,8 +118,10 @@ class Segment {
   }
   u64 capacity_bytes() const { return header().present_slabs * geometry_.slab_bytes; }
   // Where a slot's payload begins; throws SegmentError where slot and slab don't agree.
-  std::byte* payload(u32 slot) const;
-  Trailer& trailer(u32 slot) const;
+  std::byte* payload(u32 slot) const { return place(slot).payload; }
+  Trailer& trailer(u32 slot) const { return place(slot).trailer(); }
+  // Throws SegmentError likewise.
+  Place place(u32 slot) const;
 
   // The process table names us from here on; should it cease to, somebody has taken us for dead.
   void mark_joined() { is_joined_ = true; }

@@ -146,7 +146,7 @@ def test_a_pool_is_made_as_asked(umbp: Umbp, tmp_path: Path) -> None:
         (["create", "two", "--size", "1MiB", "--min-object", "0"], "--min-object must be at least 1 byte"),
         (
             ["create", "two", "--size", "1MiB", "--min-object", "1GiB"],
-            "--min-object 1 GiB, with its 64 bytes",
+            "--min-object 1 GiB, with 128 bytes",
         ),
         (["create", "two", "--size", "1MiB", "--high-watermark", "1.5"], "--high-watermark must be a share"),
         (["create", "two", "--size", "1MiB", "--high-watermark", "nan"], "--high-watermark must be a share"),

@@ -6,11 +6,13 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <random>
 
+#include "copy/seal.hpp"
 #include "pool/hazard.hpp"
 #include "pool/pool.hpp"
 
@@ -21,7 +23,7 @@ namespace {
 constexpr u64 kObjectBytes = 3000, kSlots = 64, kMostSlots = 96, kKeys = 100, kRun = 16;
 constexpr u64 kSizes[] = {3000, 3000, 7000, 20000};
 constexpr unsigned kSecondsForARound = 20;
-u64 seed = 0;
+u64 seed = 0, sealed = 0;
 const char* verb = "";
 
 void say_where(const char* what) {
@@ -41,7 +43,9 @@ struct Round {
   Pool pool;
   std::shared_ptr<Segment> segment;
   std::vector<Digest> keys;
+  std::vector<std::string> texts;  // the keys'
   std::vector<u64> pins, reserved;
+  std::vector<u64> seals;  // offsets in the arena where one may have been written
   u32 ns;
 
   static std::shared_ptr<Segment> make() {
@@ -54,7 +58,8 @@ struct Round {
     return Segment::create_memfd(parameters);
   }
   Round() : pool(make(), 1000000), segment(pool.segment()), ns(pool.open_namespace("a")) {
-    for (u64 i = 0; i < kKeys; i++) keys.push_back(digest_of("k" + std::to_string(i), segment->hash_seed()));
+    for (u64 i = 0; i < kKeys; i++) texts.push_back("k" + std::to_string(i));
+    for (const std::string& text : texts) keys.push_back(digest_of(text, segment->hash_seed()));
   }
   u64 below(u64 limit) { return random() % limit; }
 
@@ -116,12 +121,45 @@ struct Round {
     }
   }
 
+  // Both verbs answer for tickets of whatever kind, under their own keys or others'.
+  void seal(std::vector<u64> tickets) {
+    tickets.resize(std::min<std::size_t>(tickets.size(), 512));
+    if (below(8) == 0) tickets.push_back(random());
+    std::vector<std::string_view> names;
+    for (u64 ticket : tickets) {
+      std::string_view name = texts[below(kKeys)];
+      if (const u32 slot = ticket_slot(ticket); slot < segment->geometry().max_slots && below(8)) {
+        const auto known = std::find(keys.begin(), keys.end(), segment->record(slot).digest);
+        if (known != keys.end()) name = texts[std::size_t(known - keys.begin())];
+      }
+      names.push_back(name);
+    }
+    verb = "sealed_ranges";
+    std::vector<u64> addresses(tickets.size()), lengths(tickets.size());
+    sealed_ranges(pool, tickets, addresses.data(), lengths.data());
+    const Geometry& g = segment->geometry();
+    const u64 begin = reinterpret_cast<u64>(segment->base()) + g.arena_at, end = begin + g.max_bytes;
+    for (std::size_t i = 0; i < tickets.size(); i++) {
+      if (addresses[i] == 0) continue;
+      if (addresses[i] < begin || lengths[i] <= kSealBytes || addresses[i] + lengths[i] > end ||
+          (addresses[i] - begin) % g.slab_bytes + lengths[i] + kTrailerBytes > g.slab_bytes)
+        fail("a range outside its slab");
+      seals.push_back(addresses[i] + lengths[i] - kSealBytes - begin);
+    }
+    std::vector<SealStatus> statuses(tickets.size());
+    verb = "seal";
+    seal_objects(pool, tickets, names, below(2), statuses.data());
+    for (SealStatus status : statuses) sealed += status == SealStatus::ok;
+    verb = "check_seal";
+    check_seals(pool, tickets, names, below(2), statuses.data());
+  }
+
   void run_verb() {
     const u64 from = below(kKeys - kRun), count = 1 + below(kRun);
     const std::span<const Digest> run{keys.data() + from, count};
     Outcome outcomes[kRun + 512];
     u64 tickets[kRun];
-    switch (below(17)) {
+    switch (below(19)) {
       case 0:
       case 1: {
         verb = "reserve";
@@ -198,16 +236,20 @@ struct Round {
         verb = "clear_all";
         if (below(4) == 0) pool.clear_all();
         return;
+      case 16:
+      case 17:
+        return seal(below(2) ? pins : reserved);
       default:
         verb = "audit";
         return pool.audit();
     }
   }
 
-  // Nobody writes payloads here: only trailers, which lie at the ends of pages, are not zero.
-  bool is_arena_untouched() const {
+  // Nobody writes payloads here: only trailers, which lie at the ends of pages, and seals are not zero.
+  bool is_arena_untouched() {
     const Geometry& g = segment->geometry();
     static const std::byte zeros[kPageBytes] = {};
+    for (u64 at : seals) std::memset(segment->base() + g.arena_at + at, 0, kSealBytes);
     for (u64 page = 0; page < g.max_bytes; page += kPageBytes)
       if (std::memcmp(segment->base() + g.arena_at + page, zeros, kPageBytes - kTrailerBytes) != 0)
         return false;
@@ -253,5 +295,5 @@ int main(int count, char** arguments) {
   }
   std::printf("%llu verbs answered, %llu refused\n", static_cast<unsigned long long>(answers),
               static_cast<unsigned long long>(errors));
-  return answers == 0 || errors == 0;
+  return answers == 0 || errors == 0 || sealed == 0;
 }

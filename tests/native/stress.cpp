@@ -9,6 +9,7 @@
 #include <random>
 #include <thread>
 
+#include "copy/seal.hpp"
 #include "pool/pool.hpp"
 
 using namespace umbp;
@@ -27,13 +28,14 @@ std::atomic<u64> steps{0}, reads{0}, hits{0}, not_now{0};
 struct Work {
   Pool& pool;
   std::mt19937_64 random;
+  std::vector<std::string> texts;  // the keys'
   std::vector<Digest> keys;
   u32 spaces[2];
   u64 cursor;
 
   Work(Pool& pool_, u64 seed) : pool(pool_), random(seed) {
-    for (u64 i = 0; i < kKeys; i++)
-      keys.push_back(digest_of("k" + std::to_string(i), pool.segment()->hash_seed()));
+    for (u64 i = 0; i < kKeys; i++) texts.push_back("k" + std::to_string(i));
+    for (const std::string& text : texts) keys.push_back(digest_of(text, pool.segment()->hash_seed()));
     spaces[0] = pool.open_namespace("one");
     spaces[1] = pool.open_namespace("two");
     cursor = pool.removed_head();
@@ -77,13 +79,22 @@ struct Work {
     pool.acquire(run, tickets.data(), outcomes.data());
     pool.payload(tickets, addresses.data(), lengths.data());
     std::vector<u64> pins;
+    std::vector<std::string_view> names;
     for (std::size_t i = 0; i < run.size(); i++) {
       if (outcomes[i] != Outcome::hit) continue;
       pins.push_back(tickets[i]);
+      names.push_back(texts[from + i]);
       const u64* words = reinterpret_cast<const u64*>(addresses[i]);
       for (u64 w = 0; w < lengths[i] / 8; w++)
         if (words[w] != (run[i].low ^ w)) fail("wrong bytes", w);
       reads++;
+    }
+    // Others may be sealing the same objects.
+    std::vector<SealStatus> statuses(pins.size());
+    for (auto verb : {seal_objects, check_seals}) {
+      verb(pool, pins, names, true, statuses.data());
+      for (SealStatus status : statuses)
+        if (status != SealStatus::ok) fail("a seal isn't sound", u64(status));
     }
     pool.release(pins, outcomes.data());
   }

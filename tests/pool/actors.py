@@ -136,6 +136,19 @@ def shift(lines: Lines, path: str, board: str, blockers: list[str], keys: list[s
         pool.remove(keys)
 
 
+def seal_often(lines: Lines, path: str, keys: list[str], rounds: int) -> None:
+    """Seals stored objects and checks them, over and over, from when it is told to; answers what it found."""
+    pool = Pool.attach(path, lock_patience_s=5.0)
+    pins, _ = pool.acquire(keys)
+    lines.answer("ready")
+    next(iter(lines))
+    found: set[int] = set()
+    for _ in range(rounds):
+        found.update(pool.seal(pins, keys).tolist())
+        found.update(pool.check_seal(pins, keys).tolist())
+    lines.answer(sorted(found))
+
+
 def hold_size(lines: Lines, path: str) -> None:
     """Keeps the pool's size as it is, until killed."""
     pool = Pool.attach(path)

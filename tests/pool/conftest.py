@@ -9,7 +9,7 @@ import pytest
 from actors import store
 from zygote import Zygote
 
-from umbp.pool import Pool
+from umbp.pool import Pool, slot_bytes
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def make_pool() -> Iterator[Callable[..., Pool]]:
     pools: list[Pool] = []
 
     def make(slots: int = 32, *, slab_slots: int = 4, object_bytes: int = 3000, **options: float) -> Pool:
-        slot = (object_bytes + 64 + 4095) // 4096 * 4096
+        slot = slot_bytes(object_bytes)
         pool = Pool.create_memfd(
             slots * slot,
             slab_bytes=slab_slots * slot,

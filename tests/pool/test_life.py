@@ -284,7 +284,7 @@ def test_a_death_at_each_point_of_a_resize_leaves_a_sound_pool(
     while not is_done:
         countdown += 1
         pool = Pool.create(
-            path, first * slab, max_bytes=6 * slab, slab_bytes=slab, min_object_bytes=slot - 64
+            path, first * slab, max_bytes=6 * slab, slab_bytes=slab, min_object_bytes=slot - 128
         )
         ns = pool.namespace("a")
         for i in range(0, 2 * first, 2):
@@ -611,7 +611,7 @@ def test_a_pool_takes_what_was_asked_for_to_five_percent(make: MakeFilePool, pat
     for asked, most in ((64 * MIB, 64 * MIB), (64 * MIB, 256 * MIB), (40 * MIB, 40 * MIB)):
         pool = Pool.create(path, asked, max_bytes=most, slab_bytes=8 * MIB, min_object_bytes=16384)
         ns = pool.namespace("a")
-        tickets, outcomes = pool.reserve(ns, keys_of(400), 262144 - 64)
+        tickets, outcomes = pool.reserve(ns, keys_of(400), 262144 - 128)
         pool.publish(tickets[outcomes == Outcome.RESERVED])
         assert asked * 0.95 <= memory_of(path) <= asked * 1.05
         pool.destroy()

@@ -19,7 +19,7 @@ from umbp.testing.contract import RuntimeContract
 from umbp.testing.tensors import FakeTensor
 
 SLOT_BYTES = 8192
-"""What an object of 4 KiB takes with its trailer, in whole pages."""
+"""What an object of 4 KiB takes with its seal and trailer, in whole pages."""
 
 
 def embedded(**options: object) -> EmbeddedRuntime:

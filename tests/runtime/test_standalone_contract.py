@@ -18,7 +18,7 @@ from umbp.runtime.wrap.faulty import FaultPlan, FaultyRuntime
 from umbp.testing.contract import RuntimeContract
 
 SLOT_BYTES = 8192
-"""What an object of 4 KiB takes with its trailer, in whole pages."""
+"""What an object of 4 KiB takes with its seal and trailer, in whole pages."""
 
 
 @pytest.fixture

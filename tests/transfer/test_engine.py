@@ -235,7 +235,7 @@ def test_what_a_device_may_move_is_what_the_engine_itself_would(
     pool.release(held[:2])
 
 
-def test_a_device_s_bytes_pass_for_checked_once_they_are_sealed(
+def test_a_device_s_bytes_pass_for_checked_once_their_checksums_are_added(
     kv: npt.NDArray[np.uint8], runs: BlockRuns, pool: Pool, engine: CopyEngine
 ) -> None:
     keys, tickets = reserve(pool, 2, runs.object_bytes)
@@ -244,7 +244,7 @@ def test_a_device_s_bytes_pass_for_checked_once_they_are_sealed(
     for block, address in zip((7, 8), addresses.tolist(), strict=True):
         content = b"".join(layer[block].tobytes() for layer in kv)
         ctypes.memmove(address, content, len(content))
-    assert engine.seal_stores(runs, pool, [int(tickets[0]), 999]).tolist() == [
+    assert engine.checksum_stores(runs, pool, [int(tickets[0]), 999]).tolist() == [
         CopyStatus.OK,
         CopyStatus.BAD_TICKET,
     ]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from umbp import _native
 from umbp.errors import ConfigError
-from umbp.pool import CopyStatus, Outcome, Pool
+from umbp.pool import CopyStatus, Outcome, Pool, slot_bytes
 from umbp.transfer import BlockRuns, CopyEngine
 
 LINE = 64
@@ -54,7 +54,7 @@ class Round:
         runs = BlockRuns.from_columns(
             self.base + self.memory.ctypes.data, np.zeros(len(self.base)), self.length, offset, 1
         )
-        slab_bytes = -(-(runs.object_bytes + 64) // 4096) * 4096
+        slab_bytes = slot_bytes(runs.object_bytes)
         with Pool.create_memfd(
             slab_bytes, slab_bytes=slab_bytes, min_object_bytes=runs.object_bytes, lock_patience_s=5.0
         ) as pool:
@@ -168,11 +168,11 @@ XXH3_64 = {
 
 @pytest.mark.parametrize("length", XXH3_64)
 def test_the_checksum_is_the_same_on_every_processor(length: int) -> None:
-    """What one machine seals another one checks: the trailer's checksum is fixed by the format."""
+    """What one machine stores another one checks: the trailer's checksum is fixed by the format."""
     memory = aligned(length)
     memory[:] = np.arange(length) % 251
     runs = BlockRuns.from_columns([memory.ctypes.data], [0], [length], [0], 1)
-    slab_bytes = -(-(length + 64) // 4096) * 4096
+    slab_bytes = slot_bytes(length)
     with (
         CopyEngine(1) as engine,
         Pool.create_memfd(slab_bytes, slab_bytes=slab_bytes, min_object_bytes=length) as pool,

@@ -7,9 +7,11 @@ from umbp.pool.inspection import PoolFile, destroy_pool, inspect_pool, list_pool
 from umbp.pool.memory import MemoryPolicy, MemoryReport
 from umbp.pool.outcomes import CopyStatus, Outcome
 from umbp.pool.pool import Pool
+from umbp.pool.seal import SEAL_BYTES, SealStatus
 from umbp.pool.sharing import NamespaceUse, pool_path
 
 __all__ = [
+    "SEAL_BYTES",
     "CopyStatus",
     "MemoryPolicy",
     "MemoryReport",
@@ -18,6 +20,7 @@ __all__ = [
     "Pool",
     "PoolFile",
     "PoolHandle",
+    "SealStatus",
     "destroy_pool",
     "inspect_pool",
     "list_pools",

@@ -24,6 +24,7 @@ from umbp.pool.sharing import NO_QUOTA, NamespaceUse, group_id
 
 Tickets = npt.NDArray[np.uint64]
 Outcomes = npt.NDArray[np.uint8]
+SealStatuses = npt.NDArray[np.uint8]
 Digests = npt.NDArray[np.uint64]
 NotePhase: TypeAlias = Literal["admit", "end"]
 
@@ -187,13 +188,13 @@ class Pool:
 
     @property
     def capacity_bytes(self) -> int:
-        """Of payloads, their trailers and the room between them; changes with `resize`."""
+        """Of payloads, their seals and trailers and the room between them; changes with `resize`."""
         return self.native.capacity_bytes
 
     @property
     def slab_bytes(self) -> int:
-        """The unit in which size classes share the arena; no object with its trailer is larger, or lies
-        across the edge of two."""
+        """The unit in which size classes share the arena; no object with its seal and trailer is larger, or
+        lies across the edge of two."""
         return self.native.slab_bytes
 
     @property
@@ -423,6 +424,33 @@ class Pool:
     def payload(self, tickets: npt.ArrayLike) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         """Addresses and lengths, in this process, of the objects behind tickets it holds; 0 for any other."""
         return self.native.payload(_tickets(tickets))
+
+    # Leaving the pool, and coming from elsewhere
+
+    def seal(self, tickets: npt.ArrayLike, keys: Sequence[str], *, checksum: bool = True) -> SealStatuses:
+        """Says behind each complete object's payload whose bytes they are: a `SealStatus` each, OK,
+        WRONG_KEY or INVALID. `keys` are the tickets' own, reservations and pins alike.
+
+        Without `checksum` key and length only. A payload that was stored with a checksum is sealed with that
+        one, so damage since then shows; others are read, by this thread. Several processes may seal an
+        object at once; all who seal in a pool use the same `checksum`.
+        """
+        return self.native.seal(_tickets(tickets), keys, checksum)
+
+    def check_seal(
+        self, tickets: npt.ArrayLike, keys: Sequence[str], *, checksum: bool = True
+    ) -> SealStatuses:
+        """Whether payload and seal are these keys', and sound: a `SealStatus` each.
+
+        Without `checksum` the payload isn't read: the seal, key and length are checked. A reservation whose
+        payload was read and found sound counts as stored with a checksum.
+        """
+        return self.native.check_seal(_tickets(tickets), keys, checksum)
+
+    def sealed_ranges(self, tickets: npt.ArrayLike) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """Addresses and lengths, in this process, of payloads with their seals (`SEAL_BYTES` more), each one
+        contiguous range; 0 for a ticket that it doesn't hold. A new reservation has no seal."""
+        return self.native.sealed_ranges(_tickets(tickets))
 
     # Removing
 

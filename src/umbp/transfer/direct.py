@@ -108,7 +108,7 @@ class DirectEngine:
         if not self._move("store", runs, blocks[rows], objects[rows], fence):
             statuses[rows] = CopyStatus.FAILED
         elif checksum:
-            statuses[rows] = self._host.seal_stores(runs, pool, held[rows])
+            statuses[rows] = self._host.checksum_stores(runs, pool, held[rows])
         return statuses
 
     def load(

@@ -128,9 +128,9 @@ class CopyEngine:
         be written; 0 for any other."""
         return self._native.open_stores(runs.native, _blocks(block_ids), pool.native, _tickets(tickets))
 
-    def seal_stores(self, runs: BlockRuns, pool: Pool, tickets: npt.ArrayLike) -> npt.NDArray[np.uint8]:
+    def checksum_stores(self, runs: BlockRuns, pool: Pool, tickets: npt.ArrayLike) -> npt.NDArray[np.uint8]:
         """Adds the checksums of slots that a device has filled; a `CopyStatus` for each."""
-        return self._native.seal_stores(runs.native, pool.native, _tickets(tickets))
+        return self._native.checksum_stores(runs.native, pool.native, _tickets(tickets))
 
     def open_loads(
         self,

@@ -25,7 +25,7 @@ from umbp.cli.bench.report import Report, Row, publish, rounded
 from umbp.cli.bench.stock import make_pool, require
 from umbp.cli.bench.timing import Times, interleaved, timed
 from umbp.errors import InvariantError
-from umbp.pool import CopyStatus, Outcome, Pool
+from umbp.pool import CopyStatus, Outcome, Pool, SealStatus
 from umbp.pool.limits import memory_limits, refuse_over_limit
 from umbp.transfer import BlockRuns, CopyEngine
 
@@ -76,7 +76,7 @@ def command(
     """Blocks into the pool and out of it, against one big memcpy of the same bytes.
 
     Without --ranges and --range-bytes several shapes are measured. Rows with verify "always" compute or check
-    a checksum as well.
+    a checksum as well; seal and check_seal do for objects that leave the pool, or come from elsewhere.
     """
     if (ranges is None) != (range_bytes is None):
         raise click.UsageError("--ranges and --range-bytes go together")
@@ -99,7 +99,7 @@ def measure(
     rounds: int,
     is_against_mooncake: bool = False,
 ) -> Report:
-    """A report with a row for each shape, direction, number of threads and `verify`."""
+    """A report with a row for each shape, direction, number of threads and `verify`, and for seals."""
     cases = [Case(objects, ranges, size, threads) for ranges, size in shapes]
     largest = max(case.total_bytes for case in cases)
     refuse_over_limit(3 * largest, memory_limits(), "a benchmark")
@@ -113,6 +113,7 @@ def measure(
         notes=(
             "ratio_to_memcpy is speed over the speed of one thread's memcpy of the same bytes, same rounds.",
             "spread is the middle half of the rounds over the median; verify far is the default.",
+            "seal and check_seal read the payload once, in the thread that calls, and copy nothing.",
             *([missing] if missing else []),
         ),
     )
@@ -124,11 +125,14 @@ def _rows(case: Case, rounds: int, *, has_mooncake: bool) -> Iterator[Row]:
             yield from _mooncake_rows(at, rounds)
         tickets, outcomes = at.pool.reserve(at.pool.namespace("bench"), at.keys, case.object_bytes)
         require(outcomes, Outcome.RESERVED)
+        at.copy("store", tickets, case.threads[0], checksum=False)()  # a seal would repeat a stored checksum
+        yield _seal_row("seal", at, partial(at.pool.seal, tickets, at.keys), rounds)
         yield from _measured("store", at, tickets, rounds)
         require(at.pool.publish(tickets), Outcome.PUBLISHED)
         pins, outcomes = at.pool.acquire(at.keys)
         require(outcomes, Outcome.HIT)
         yield from _measured("load", at, pins, rounds)
+        yield _seal_row("check_seal", at, partial(at.pool.check_seal, pins, at.keys), rounds)
         at.pool.release(pins)
 
 
@@ -148,6 +152,18 @@ def _measured(op: str, at: _Setting, tickets: npt.NDArray[np.uint64], rounds: in
         yield _row(case, op, how, found, reference)
     if op == "load":
         at.check()
+
+
+def _seal_row(op: str, at: _Setting, verb: Callable[[], npt.NDArray[np.uint8]], rounds: int) -> Row:
+    """Reading every payload once, on the calling thread."""
+    times = interleaved(
+        {
+            "memcpy": partial(_memcpy, at.kv, at.shared),
+            op: lambda: require(verb(), SealStatus.OK),
+        },
+        rounds,
+    )
+    return _row(at.case, op, {"threads": 1, "verify": "far"}, times[op], times["memcpy"])
 
 
 def _row(case: Case, op: str, how: Row, found: Times, reference: Times) -> Row:

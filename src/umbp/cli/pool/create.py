@@ -140,8 +140,8 @@ def _geometry(
         raise ConfigError("--min-object must be at least 1 byte, not 0; leave it out for the default")
     if slot_bytes(min_object_bytes) > slab_bytes:
         raise ConfigError(
-            f"--min-object {format_size(min_object_bytes)}, with its 64 bytes of trailer, doesn't fit a slab"
-            f" of {format_size(slab_bytes)}; choose a smaller one, or a larger --slab-size"
+            f"--min-object {format_size(min_object_bytes)}, with 128 bytes of seal and trailer, doesn't fit a"
+            f" slab of {format_size(slab_bytes)}; choose a smaller one, or a larger --slab-size"
         )
     most_bytes = max(size, max_size or 0)
     if most_bytes > MOST_BYTES:
