@@ -333,6 +333,24 @@ def test_nobody_is_let_through_before_what_must_come_first_has_gone_well(site: S
     assert seen == [False, False, False]
 
 
+def test_what_must_come_first_is_not_asked_of_a_store_that_was_given_up(site: Site) -> None:
+    asked: list[ClusterStore] = []
+
+    def before_return(store: ClusterStore) -> bool:
+        asked.append(store)
+        return True
+
+    gate = site.gate(before_return=before_return)
+    site.cluster.hang("probe")
+    gate.begin()
+    site.cluster.wait_hanging(1)
+    site.moved_until(lambda: len(site.cluster.stores) == 2)
+    site.cluster.go_on()
+    site.moved_until(lambda: gate.is_well)
+    site.moved_until(lambda: site.cluster.stores[0].is_closed)
+    assert asked == site.cluster.stores[1:2]
+
+
 def test_a_listener_that_fails_keeps_nobody_from_anything(site: Site) -> None:
     gate = site.gate()
 
@@ -389,6 +407,21 @@ def test_a_store_that_holds_all_threads_is_replaced_and_closed_when_they_are_out
     site.wait_lates(1)
     site.moved_until(lambda: site.cluster.stores[0].is_closed)
     assert gate.call(asks, 1.0) == [Outcome.MISS]
+
+
+def test_threads_held_by_calls_that_were_given_up_do_not_stop_the_gate(site: Site) -> None:
+    """A call that its caller gave up is no timeout: yet where it never ends its thread is lost."""
+    gate = site.opened(GateLimits(most_threads=1))
+    site.cluster.hang("exists")
+    call = gate.start(asks, 1.0, site.late)
+    site.cluster.wait_hanging(1)
+    call.give_up()
+    with_none_left = gate.start(asks, 1.0)
+    site.clock.advance(1.0)
+    with pytest.raises(StoreUnavailable):
+        with_none_left.result()
+    site.moved_until(lambda: gate.is_well)
+    assert len(site.cluster.stores) == 2
 
 
 def test_so_many_stores_may_be_held_and_the_last_one_is_waited_for(site: Site) -> None:

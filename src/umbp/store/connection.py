@@ -108,9 +108,9 @@ class Connection:
         lost = sum(call.is_settled for call in self.running)
         return lost + (self.task is not None and now_s >= self.task_until_s)
 
-    def has_no_thread_left(self) -> bool:
-        """Whether every thread of the crew is stuck."""
-        return sum(call.is_settled for call in self.running) >= self._most_threads
+    def is_worn_out(self) -> bool:
+        """Whether more than half of the crew is stuck: too few are left for what comes."""
+        return 2 * sum(call.is_settled for call in self.running) > self._most_threads
 
     def audit(self) -> None:
         if not len(self.running) + self._idle <= self._threads <= self._most_threads:
