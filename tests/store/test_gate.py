@@ -203,6 +203,18 @@ def test_a_silent_call_is_found_out_though_nobody_asks_for_it(site: Site) -> Non
     assert gate.counts().timeouts == 1
 
 
+def test_a_caller_with_hardly_any_time_left_says_nothing_against_the_store(site: Site) -> None:
+    gate = site.opened()
+    site.cluster.hang("exists")
+    call = gate.start(asks, 0.001)
+    site.cluster.wait_hanging(1)
+    site.clock.advance(0.001)
+    with pytest.raises(StoreUnavailable) as raised:
+        call.result()
+    assert raised.value.why is Why.SILENT
+    assert gate.is_well
+
+
 def test_a_call_given_up_before_its_end_goes_to_late(site: Site) -> None:
     gate = site.opened()
     site.cluster.hang("exists")

@@ -18,7 +18,13 @@ CALLERS = 4
 CALLS = 150
 FAST = Backoff(first_s=0.001, most_s=0.004, steady_s=0.05)
 LIMITS = GateLimits(
-    most_threads=3, most_waiting=3, most_held=2, patience=2, probe_timeout_s=0.004, open_timeout_s=0.01
+    most_threads=3,
+    most_waiting=3,
+    most_held=2,
+    patience=2,
+    least_silence_s=0.001,
+    probe_timeout_s=0.004,
+    open_timeout_s=0.01,
 )
 
 

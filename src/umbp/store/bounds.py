@@ -17,6 +17,8 @@ class GateLimits:
     """Store objects that were given up while somebody was inside, and aren't closed yet."""
     patience: int = 3
     """So many probes in a row may fail before a fresh store object is tried."""
+    least_silence_s: float = 0.02
+    """A store that had a call for less than this isn't taken for ill, however short the caller's time was."""
     probe_timeout_s: float = 2.0
     open_timeout_s: float = 30.0
     """For opening a fresh store and registering memory, and again for `before_return`."""

@@ -251,15 +251,17 @@ class StoreGate:
             self._watch.notify()
 
     def _expire(self, call: Call[Any], now_s: float) -> None:
-        begun_at_s = call.begun_at_s
-        if begun_at_s is None or now_s - begun_at_s < call.timeout_s / 2:
-            # It spent its time waiting for a thread: that is no word about the store.
-            self._end(call, Why.BUSY)
-            if self._keeper.current is not None and self._keeper.current.is_worn_out():
-                # Unless those that it waited for are calls that their callers gave up, and that never ended.
-                self._keeper.fail(call.epoch, now_s)
-        else:
+        had_s = -1.0 if call.begun_at_s is None else now_s - call.begun_at_s
+        current = self._keeper.current
+        if had_s >= call.timeout_s / 2:
             self._end(call, Why.SILENT)
+            is_ill = had_s >= self.limits.least_silence_s
+        else:
+            # It spent its time waiting for a thread, which is no word about the store, unless the threads are
+            # in calls that never end: those that were given up, or had too little time to say anything.
+            self._end(call, Why.BUSY)
+            is_ill = current is not None and current.is_worn_out()
+        if is_ill:
             self._keeper.fail(call.epoch, now_s)
 
     def _send_away(self, connection: Connection) -> None:
