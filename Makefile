@@ -69,7 +69,7 @@ setup-mooncake: setup  ## install Mooncake Store for the benchmark beside it (li
 	@scripts/setup_mooncake.sh
 
 soak: setup  ## random lives of engines over failing, dying pools (STEPS=1000000, SEED=n to repeat a run)
-	@$(BIN)/python tests/connector/machine_soak.py --steps $(STEPS) $(if $(SEED),--seed $(SEED)) $(if $(LIFE),--life $(LIFE))
+	@$(BIN)/python tests/connector/walk_soak.py --steps $(STEPS) $(if $(SEED),--seed $(SEED)) $(if $(LIFE),--life $(LIFE))
 
 soak-pool: setup  ## kill and stop processes that share a pool (KILLS=10000, SEED=n to repeat a run)
 	@$(BIN)/python tests/pool/soak.py --kills $(KILLS) $(if $(SEED),--seed $(SEED))

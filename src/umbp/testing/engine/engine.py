@@ -159,7 +159,9 @@ class ScriptedEngine:
         return request
 
     def abort(self, *request_ids: str) -> None:
-        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        # Of several at once vLLM makes a set, whose order is another in each process.
+        for request_id in request_ids:
+            self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def run(self, prompt: Sequence[int], max_tokens: int = 1, **how: Any) -> Request:
         """Serve one prompt to its end and drain."""

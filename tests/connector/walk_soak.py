@@ -1,6 +1,6 @@
 """Random lives of scripted engines, as many as one wants.
 
-`python tests/connector/machine_soak.py --steps 1000000 [--seed 7] [--life 0]`, or `make soak STEPS=1000000
+`python tests/connector/walk_soak.py --steps 1000000 [--seed 7] [--life 0]`, or `make soak STEPS=1000000
 SEED=7`. The seed decides all of it; `--life` begins with that life of the seed.
 """
 
@@ -32,7 +32,7 @@ def main() -> int:
     chosen = parser.parse_args()
     print(f"seed {chosen.seed}", flush=True)
 
-    import machine
+    import random_walk
     import scripted_runtime
 
     from umbp.testing.plugins import write_plug_in
@@ -47,12 +47,12 @@ def main() -> int:
             next_report_s = time.monotonic() + REPORT_S
             print(f"{time.monotonic() - started_s:6.0f} s: {text}", flush=True)
 
-    with tempfile.TemporaryDirectory(prefix="umbp-machine-") as folder:
+    with tempfile.TemporaryDirectory(prefix="umbp-walk-") as folder:
         plug_in = write_plug_in(Path(folder) / "plug-in", scripted_runtime.MODE, "scripted_runtime:make")
         sys.path.append(str(plug_in))
         try:
-            told = machine.live(chosen.seed, chosen.steps, Path(folder), first=chosen.life, say=say)
-        except machine.LifeError as failure:
+            told = random_walk.walk_lives(chosen.seed, chosen.steps, Path(folder), first=chosen.life, say=say)
+        except random_walk.LifeError as failure:
             traceback.print_exc()
             print(f"\n{failure}\nagain with: {failure.replay}", file=sys.stderr)
             return 1
