@@ -25,6 +25,10 @@ u64 monotonic_ns() {
   return clock_ns(CLOCK_MONOTONIC);
 }
 
+u64 coarse_monotonic_ns() {
+  return clock_ns(CLOCK_MONOTONIC_COARSE);
+}
+
 u64 processor_ns() {
   return clock_ns(CLOCK_THREAD_CPUTIME_ID);
 }

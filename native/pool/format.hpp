@@ -108,9 +108,14 @@ struct alignas(64) Header {
   alignas(64) std::atomic<u64> evicted;
   std::atomic<u64> removed_orphans, reserved_total, published_total, abandoned_total, not_now, takeovers,
       rebuilds, reaped, full, slab_moves, cleared, acquired_hits, acquired_misses,
-      evicted_bytes;  // last: a pool that was made before it counted has 0 there
+      evicted_bytes;               // a pool that was made before it counted has 0 there
+  std::atomic<u64> next_reap_ns;  // when somebody is to look for the dead again; 0: at once
 };
 static_assert(sizeof(Header) <= kPageBytes);
+
+// What a place's in_use says. Who is being reaped may have been taken for dead while it lived: it is shut out
+// before the first of its pins is returned, so that it adds none behind the reaper.
+constexpr u32 kPlaceFree = 0, kPlaceTaken = 1, kPlaceReaped = 2;
 
 struct alignas(64) Process {
   std::atomic<u32> generation;  // of the attachment; 24 bits are used
@@ -119,6 +124,7 @@ struct alignas(64) Process {
   u32 uid;
   std::atomic<u32> size_holds;  // above 0: the pool may not be resized as long as this process lives
   u64 attached_ns;
+  u64 returned_slots;  // how far into its row its reapers have got
 };
 
 struct alignas(256) Namespace {

@@ -62,7 +62,7 @@ std::vector<NamespaceReport> Pool::namespaces() const {
 }
 
 bool Pool::set_quota(u32 ns, u64 bytes) {
-  auto s = segment();
+  auto s = segment_to_change();
   require_namespace(*s, ns);
   Patience patience{kNamespacePatienceNs};
   std::vector<u32> victims;
@@ -90,7 +90,7 @@ static void raise_epoch(Segment& s, u32 ns) {
 }
 
 bool Pool::clear(u32 ns) {
-  auto s = segment();
+  auto s = segment_to_change();
   require_namespace(*s, ns);
   if (s->is_destroyed()) return true;
   Patience patience{kNamespacePatienceNs};
@@ -104,7 +104,7 @@ bool Pool::clear(u32 ns) {
 }
 
 bool Pool::clear_all() {
-  auto s = segment();
+  auto s = segment_to_change();
   if (s->is_destroyed()) return true;
   std::vector<u32> cleared;
   Patience patience{kNamespacePatienceNs};

@@ -23,6 +23,12 @@ std::shared_ptr<Segment> Pool::segment() const {
   return segment_;
 }
 
+std::shared_ptr<Segment> Pool::segment_to_change() const {
+  auto s = segment();
+  if (!s->is_destroyed()) reap_in_passing(*s);
+  return s;
+}
+
 void Pool::close() {
   std::shared_ptr<Segment> last;  // the detach, if it is one, happens outside our mutex
   std::lock_guard<std::mutex> guard(mutex_);
@@ -253,7 +259,7 @@ void prefetch_neighbours(Objects& objects, const u32* slots, std::size_t count) 
 
 void Pool::reserve(u32 ns, std::span<const Digest> keys, std::span<const u64> object_bytes,
                    std::span<const std::optional<Digest>> parents, u64* tickets, Outcome* outcomes) {
-  auto s = segment();
+  auto s = segment_to_change();
   if (ns >= kNamespaceLimit || s->ns(ns).epoch.load() == 0)
     throw ConfigError("no such namespace in this pool");
   if (s->is_destroyed()) {
@@ -293,7 +299,7 @@ void Pool::reserve(u32 ns, std::span<const Digest> keys, std::span<const u64> ob
 }
 
 void Pool::publish(std::span<const u64> tickets, Outcome* outcomes) {
-  auto s = segment();
+  auto s = segment_to_change();
   std::fill(outcomes, outcomes + tickets.size(), Outcome::not_now);
   Patience patience = give_back_patience(*s);
   in_batches_backwards(tickets.size(), [&](std::size_t from, std::size_t count) {
@@ -317,7 +323,7 @@ void Pool::publish(std::span<const u64> tickets, Outcome* outcomes) {
 }
 
 void Pool::abandon(std::span<const u64> tickets, Outcome* outcomes) {
-  auto s = segment();
+  auto s = segment_to_change();
   Patience patience = give_back_patience(*s);
   in_batches(tickets.size(), [&](std::size_t from, std::size_t count) {
     Locked lock(*s, patience);
@@ -340,7 +346,7 @@ void Pool::abandon(std::span<const u64> tickets, Outcome* outcomes) {
 }
 
 void Pool::acquire(std::span<const Digest> keys, u64* tickets, Outcome* outcomes) {
-  auto s = segment();
+  auto s = segment_to_change();
   std::fill(tickets, tickets + keys.size(), 0);
   std::fill(outcomes, outcomes + keys.size(), s->is_destroyed() ? Outcome::miss : Outcome::not_now);
   if (s->is_destroyed()) return;
@@ -377,7 +383,7 @@ void Pool::acquire(std::span<const Digest> keys, u64* tickets, Outcome* outcomes
 }
 
 void Pool::release(std::span<const u64> tickets, Outcome* outcomes) {
-  auto s = segment();
+  auto s = segment_to_change();
   Patience patience = give_back_patience(*s);
   in_batches_backwards(tickets.size(), [&](std::size_t from, std::size_t count) {
     Locked lock(*s, patience);
@@ -401,7 +407,7 @@ void Pool::release(std::span<const u64> tickets, Outcome* outcomes) {
 }
 
 void Pool::touch(std::span<const Digest> keys, Outcome* outcomes) {
-  auto s = segment();
+  auto s = segment_to_change();
   std::fill(outcomes, outcomes + keys.size(), s->is_destroyed() ? Outcome::miss : Outcome::not_now);
   if (s->is_destroyed()) return;
   Patience patience{patience_ns_};
@@ -421,7 +427,7 @@ void Pool::touch(std::span<const Digest> keys, Outcome* outcomes) {
 }
 
 void Pool::note(std::span<const Digest> chain, bool is_end, Answer answer, Outcome* outcomes) {
-  auto s = segment();
+  auto s = segment_to_change();
   if (s->eviction_policy() != EvictionPolicy::hazard) return touch(chain, outcomes);
   std::fill(outcomes, outcomes + chain.size(), Outcome::not_now);
   Patience patience{patience_ns_};
@@ -439,7 +445,7 @@ void Pool::note(std::span<const Digest> chain, bool is_end, Answer answer, Outco
 }
 
 void Pool::remove(std::span<const Digest> keys, Outcome* outcomes) {
-  auto s = segment();
+  auto s = segment_to_change();
   std::fill(outcomes, outcomes + keys.size(), s->is_destroyed() ? Outcome::miss : Outcome::not_now);
   if (s->is_destroyed()) return;
   Patience patience{patience_ns_};

@@ -88,7 +88,7 @@ class Pool {
   void remove(std::span<const Digest> keys, Outcome* outcomes);
   bool clear(u32 ns);
   bool clear_all();
-  u32 reap();
+  u32 reap();  // now, and all of it; every verb from here up does so now and then
   void resize(const ResizeParameters& parameters);
   void hold_size();
   void release_size();
@@ -97,6 +97,8 @@ class Pool {
 
  private:
   Patience give_back_patience(Segment& segment) const;
+  // For whoever is about to change something: takes back what the dead held, now and then.
+  std::shared_ptr<Segment> segment_to_change() const;
 
   mutable std::mutex mutex_;
   std::shared_ptr<Segment> segment_;

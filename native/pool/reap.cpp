@@ -15,6 +15,8 @@ static constexpr u64 kLeavePatienceNs = 100000000ull;
 static constexpr u64 kRowBatch = 65536;   // row entries looked at in one hold of the lock
 static constexpr u64 kChangeBatch = 256;  // objects changed in one hold of the lock
 static constexpr u64 kSweepBatch = 4096;  // records looked at in one hold of the lock
+static constexpr u64 kReapIntervalNs = 250000000ull;
+static constexpr u32 kPassingHolds = 16;  // of the lock, by one who only comes by
 
 bool is_dead(Segment& s, u32 process) {
   return process != s.process_slot() && s.process(process).in_use.load() != 0 &&
@@ -22,9 +24,12 @@ bool is_dead(Segment& s, u32 process) {
 }
 
 // One batch of returning what `process` held. True when its row is empty.
-static bool return_batch(Objects& objects, u32 process, u64& cursor) {
+static bool return_batch(Objects& objects, u32 process) {
   Segment& s = objects.s;
-  const u64 slots = s.geometry().max_slots, end = std::min(cursor + kRowBatch, slots);
+  const u64 slots = s.geometry().max_slots;
+  u64 cursor = s.process(process).returned_slots;
+  if (cursor > slots) cursor = 0;  // damage
+  const u64 end = std::min(cursor + kRowBatch, slots);
   u64 changed = 0;
   for (; cursor < end && changed < kChangeBatch; cursor++) {
     u32 slot = u32(cursor);
@@ -41,25 +46,34 @@ static bool return_batch(Objects& objects, u32 process, u64& cursor) {
       objects.unpin(slot, process, count);
     crash_point();
   }
+  s.process(process).returned_slots = cursor;
   return cursor >= slots;
 }
 
+static void vacate(Process& entry) {
+  entry.size_holds.store(0);
+  entry.returned_slots = 0;
+  ordered();
+  entry.in_use.store(kPlaceFree);
+}
+
 // Returns everything that the attachment `generation` of `process` held, in batches; false if the lock
-// couldn't be had.
-static bool return_all(Segment& s, u32 process, u32 generation, Patience& patience) {
-  u64 cursor = 0;
-  for (;;) {
+// couldn't be had, or if `holds` of it didn't suffice.
+static bool return_all(Segment& s, u32 process, u32 generation, Patience& patience, u32& holds) {
+  for (; holds; holds--) {
     Locked lock(s, patience);
     if (!lock) return false;
     Process& entry = s.process(process);
-    if (entry.generation.load() != generation || entry.in_use.load() == 0)
+    if (entry.generation.load() != generation || entry.in_use.load() == kPlaceFree)
       return true;  // another has done it
-    if (!return_batch(*lock, process, cursor)) continue;
-    entry.size_holds.store(0);
-    entry.in_use.store(0);
-    s.header().reaped.fetch_add(process != s.process_slot(), std::memory_order_relaxed);
+    const bool is_own = process == s.process_slot() && s.is_joined();
+    if (!is_own) entry.in_use.store(kPlaceReaped);
+    if (!return_batch(*lock, process)) continue;
+    vacate(entry);
+    s.header().reaped.fetch_add(!is_own, std::memory_order_relaxed);
     return true;
   }
+  return false;
 }
 
 u32 claim_generation(Segment& s, u32 slot) {
@@ -80,7 +94,8 @@ void join_process_table(Segment& s) {
                         std::to_string(s.geometry().pin_row_bytes) + " bytes of pin counts");
   Process& entry = s.process(me);
   Patience patience{kJoinPatienceNs};
-  if (!return_all(s, me, s.process_generation(), patience)) refuse();  // what a predecessor left
+  u32 holds = ~0u;
+  if (!return_all(s, me, s.process_generation(), patience, holds)) refuse();  // what a predecessor left
   {
     Locked lock(s, patience);
     if (!lock) refuse();
@@ -88,7 +103,8 @@ void join_process_table(Segment& s) {
     entry.uid = geteuid();
     entry.attached_ns = monotonic_ns();
     entry.size_holds.store(0);
-    entry.in_use.store(1);
+    entry.returned_slots = 0;
+    entry.in_use.store(kPlaceTaken);
     s.mark_joined();
   }
   reap_dead(s, patience);
@@ -97,21 +113,33 @@ void join_process_table(Segment& s) {
 void leave_process_table(Segment& s) {
   try {
     Patience patience{kLeavePatienceNs};
-    return_all(s, s.process_slot(), s.process_generation(), patience);
+    u32 holds = ~0u;
+    return_all(s, s.process_slot(), s.process_generation(), patience, holds);
   } catch (const SegmentError&) {
     // A damaged pool is left as it is; whoever attaches next finds our entry in use without its byte lock.
   }
 }
 
-u32 reap_dead(Segment& s, Patience& patience) {
+// Returns what all dead processes held; how many they were. False in `is_done` where it isn't all.
+static u32 return_of_all(Segment& s, Patience& patience, u32& holds, bool& is_done) {
   u32 reaped = 0;
+  is_done = false;
   for (u32 process = 0; process < kProcessLimit; process++) {
     // Read first: should the slot be taken anew between the two, what we return is still the dead one's.
     u32 generation = s.process(process).generation.load();
     if (!is_dead(s, process)) continue;
-    if (!return_all(s, process, generation, patience)) return reaped;
+    if (!return_all(s, process, generation, patience, holds)) return reaped;
     reaped++;
   }
+  is_done = true;
+  return reaped;
+}
+
+u32 reap_dead(Segment& s, Patience& patience) {
+  u32 holds = ~0u;
+  bool is_done = false;
+  const u32 reaped = return_of_all(s, patience, holds, is_done);
+  if (!is_done) return reaped;
   for (u32 ns = 0; ns < kNamespaceLimit; ns++) {
     Namespace& entry = s.ns(ns);
     u32 epoch = entry.epoch.load(std::memory_order_relaxed);
@@ -120,6 +148,23 @@ u32 reap_dead(Segment& s, Patience& patience) {
   }
   finish_dead_resize(s, patience);
   return reaped;
+}
+
+void reap_in_passing(Segment& s) {
+  std::atomic<u64>& next = s.header().next_reap_ns;
+  const u64 now = coarse_monotonic_ns();
+  u64 due = next.load(std::memory_order_relaxed);
+  // A time further ahead was set by another clock (a time namespace of its own), or is damage.
+  if (now < due && due - now <= kReapIntervalNs) return;
+  if (!next.compare_exchange_strong(due, now + kReapIntervalNs)) return;  // somebody else does it
+  Patience patience{0};
+  u32 holds = kPassingHolds;
+  bool is_done = false;
+  return_of_all(s, patience, holds, is_done);
+  if (is_done)
+    finish_dead_resize(s, patience);
+  else if (holds == 0)
+    next.store(0);
 }
 
 bool sweep_namespace(Segment& s, u32 ns, Patience& patience) {
@@ -171,8 +216,7 @@ std::vector<u32> living_processes(Segment& s) {
     std::memset(static_cast<void*>(s.base() + s.geometry().pins_at + process * s.geometry().pin_row_bytes), 0,
                 s.geometry().pin_row_bytes);
     ordered();
-    entry.size_holds.store(0);
-    entry.in_use.store(0);
+    vacate(entry);
     s.header().reaped.fetch_add(1, std::memory_order_relaxed);
   }
   return living;

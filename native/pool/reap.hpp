@@ -11,9 +11,12 @@ u32 claim_generation(Segment& segment, u32 slot);
 void join_process_table(Segment& segment);
 void leave_process_table(Segment& segment);
 
-// Returns the pins and reservations of every dead process and finishes interrupted clears. Number of
-// processes reaped; stops early where the lock can't be had.
+// Returns the pins and reservations of every dead process and finishes interrupted clears and resizes. Number
+// of processes reaped; stops early where the lock can't be had.
 u32 reap_dead(Segment& segment, Patience& patience);
+// What every verb does first: the same but for clears, a few times a second for all processes together. A
+// bounded part of it where the dead held much; the next verb goes on. Doesn't wait for the lock.
+void reap_in_passing(Segment& segment);
 bool is_dead(Segment& segment, u32 process);
 
 // Drops what a clear() of the namespace has outdated; false if the lock couldn't be had.

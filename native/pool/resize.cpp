@@ -16,6 +16,7 @@
 namespace umbp {
 
 static constexpr u64 kPatienceNs = 2000000000ull;
+static constexpr u64 kFinishPatienceNs = 20000000ull;  // once what a dead resizer was at has been begun
 static constexpr u64 kPortionBytes = 256ull << 20;  // taken or given back between two holds of the lock,
 static constexpr u64 kPortionSlabs = 256;           // of so many slabs at most
 static constexpr u64 kLookBatch = 4096;             // slabs looked at in one hold
@@ -41,7 +42,7 @@ u32 living_size_holder(Segment& s) {
 class Resizing {
   template <class Call>
   auto with_lock(Call&& call) {
-    Patience patience{kPatienceNs};
+    Patience patience{patience_ns_};
     Locked lock(s_, patience);
     if (!lock) throw SegmentError(s_.name() + " can't be resized now: a stopped process holds its lock");
     return call(*lock);
@@ -62,6 +63,7 @@ class Resizing {
                         " bytes), not " + std::to_string(p_.capacity_bytes));
     claim();
     try {
+      reap();
       settle();
       refuse_unless_enough_is_unused();
       for (u64 told = ~0ull;;) {
@@ -85,9 +87,10 @@ class Resizing {
     resign();
   }
 
-  // After one who died: ends what he was at.
-  void finish_for_the_dead(u32 word) {
+  // After one who died: ends what he was at. What can't be done in time is left to the next.
+  void finish_for_the_dead(u32 word, const Patience& patience) {
     bool is_mine = false;
+    patience_ns_ = patience.left_ns;
     with_lock([&](Objects&) {
       is_mine = s_.header().resizer.load() == word && owner_is_dead(s_, word);
       if (is_mine) s_.header().resizer.store(mine());
@@ -95,8 +98,16 @@ class Resizing {
     });
     if (!is_mine) return;
     crash_point();
-    settle();
-    resign();
+    patience_ns_ = std::max(patience_ns_, kFinishPatienceNs);
+    u32 role = mine();
+    try {
+      settle();
+    } catch (const SegmentError&) {
+      s_.header().resizer.compare_exchange_strong(role, word);
+      throw;
+    }
+    crash_point();
+    s_.header().resizer.compare_exchange_strong(role, 0);
   }
 
  private:
@@ -119,6 +130,12 @@ class Resizing {
     });
     if (!why.empty()) throw SegmentError(s_.name() + " can't be resized: " + why);
     crash_point();
+  }
+
+  // What the dead hold is in nobody's use.
+  void reap() {
+    Patience patience{patience_ns_};
+    reap_dead(s_, patience);
   }
 
   void resign() {
@@ -315,7 +332,10 @@ class Resizing {
       stuck_since_ns_ = now;
     else if (now - stuck_since_ns_ > kPatienceNs)
       refuse_what_is_in_use(used);
-    if (found.empty()) usleep(5000);
+    if (found.empty()) {
+      usleep(5000);
+      reap();
+    }
     std::sort(found.rbegin(), found.rend());
     candidates_.clear();
     for (const auto& [touched, slab] : found) candidates_.push_back(slab);
@@ -327,7 +347,7 @@ class Resizing {
   std::optional<MemoryTaker> taker_;
   std::vector<u32> candidates_;  // the coldest last
   u32 emptied_ = kNil, position_ = 0;
-  u64 stuck_since_ns_ = 0;
+  u64 stuck_since_ns_ = 0, patience_ns_ = kPatienceNs;
 };
 
 }  // namespace
@@ -356,11 +376,11 @@ void release_size(Segment& s) {
   }
 }
 
-void finish_dead_resize(Segment& s, Patience&) {
+void finish_dead_resize(Segment& s, const Patience& patience) {
   const u32 word = s.header().resizer.load();
   if (word == 0 || !owner_is_dead(s, word)) return;
   try {
-    Resizing(s, {s.geometry().slab_bytes, {}, {}, {}}).finish_for_the_dead(word);
+    Resizing(s, {s.geometry().slab_bytes, {}, {}, {}}).finish_for_the_dead(word, patience);
   } catch (const SegmentError&) {
     // Not now: the next reaper, or the next to resize, ends it.
   }

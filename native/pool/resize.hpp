@@ -30,6 +30,6 @@ void hold_size(Segment& segment);
 void release_size(Segment& segment);
 
 // What a resizer that died has left: slabs between absent and present become absent.
-void finish_dead_resize(Segment& segment, Patience& patience);
+void finish_dead_resize(Segment& segment, const Patience& patience);
 
 }  // namespace umbp

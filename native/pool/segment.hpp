@@ -125,9 +125,10 @@ class Segment {
 
   // The process table names us from here on; should it cease to, somebody has taken us for dead.
   void mark_joined() { is_joined_ = true; }
+  bool is_joined() const { return is_joined_; }
   bool is_expelled() const {
     const Process& entry = process(process_slot_);
-    return is_joined_ && (entry.in_use.load(std::memory_order_relaxed) == 0 ||
+    return is_joined_ && (entry.in_use.load(std::memory_order_relaxed) != kPlaceTaken ||
                           entry.generation.load(std::memory_order_relaxed) != process_generation_);
   }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -90,6 +92,31 @@ def test_what_is_shown_is_what_is(umbp: Umbp, tmp_path: Path) -> None:
     assert not [line for line in (shown + umbp("list").stdout).splitlines() if line != line.rstrip()]
     lines = umbp("list").stdout.splitlines()
     assert lines[1].split()[:2] == ["one", "ready"]
+
+
+def test_the_dead_are_shown_with_what_they_held_until_somebody_uses_the_pool(
+    umbp: Umbp, tmp_path: Path
+) -> None:
+    umbp("create", "one", "--size", "1MiB", "--min-object", "4KiB")
+    path = pool_path(tmp_path, "one")
+    killed = f"""
+import os, signal
+from umbp.pool import Pool
+pool = Pool.attach({path!r})
+pool.reserve(pool.namespace("a"), ["x", "y"], 3000)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    died = subprocess.run([sys.executable, "-c", killed], check=False, timeout=60)
+    assert died.returncode == -signal.SIGKILL
+    for _ in range(2):  # telling takes nothing back
+        shown = umbp("stat", "one").stdout
+        assert re.search(r"dead, to be reaped +2 ", shown), shown
+        (process,) = report(umbp, "one")["processes"]
+        assert (process["is_alive"], process["pinned_slots"]) == (False, 2)
+        assert "0 (+1 dead)" in umbp("list").stdout
+    assert umbp("resize", "one", "512KiB").exit_code == 0
+    assert report(umbp, "one")["processes"] == []
+    assert report(umbp, "one")["counters"]["reaped"] == 1
 
 
 def test_every_command_answers_programs_too(umbp: Umbp, tmp_path: Path) -> None:

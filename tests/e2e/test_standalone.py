@@ -178,23 +178,58 @@ def stat(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_what_an_engine_stored_outlives_its_death(
+def test_what_an_engine_stored_outlives_its_death_and_what_it_held_does_not(
     second: EngineProcess,
     spec: EngineSpec,
     folder: Path,
     start: Callable[[EngineSpec], EngineProcess],
 ) -> None:
+    """Scenario: all processes of an engine are killed while loads are in flight, and the other is idle. The
+    dead's pins are told as such; they are gone when the other has answered something.
+    """
     prompt = random_prompt(350, seed=7400)
     with start(spec) as third:
         cold = third.generate(prompt)
-        os.killpg(third.pid, signal.SIGKILL)
+        third.poison()
+        (worker,) = third.call_workers("e2e.test_standalone:pid_of")
+        before = reaped(folder)
+        os.kill(worker, signal.SIGSTOP)  # so that the load is not over before we look
+        third.submit(prompt)
+        asked(lambda: any(pins for _, pins in held(folder)))
+    dead = [pins for is_alive, pins in held(folder) if not is_alive]
+    assert len(dead) == 2
+    assert sum(dead) == restorable(prompt) // BLOCK_TOKENS
+    assert reaped(folder) == before
     restored = second.generate(prompt)
     assert restored.cached_tokens == restorable(prompt)
     assert_close(restored, cold)
+    until(lambda _: all(is_alive for is_alive, _ in held(folder)), second, prompt)
+    assert not any(pins for _, pins in held(folder))
+    assert reaped(folder) == before + 2
     with Pool.attach(pool_path(folder, "node")) as pool:
-        pool.reap()
         pool.audit()
-        assert pool.stats()["pinned"] == 0
+
+
+def held(folder: Path) -> list[tuple[bool, int]]:
+    """By process of the pool: whether it is alive, and how many objects it has pinned."""
+    return [(each["is_alive"], each["pinned_slots"]) for each in stat(folder)["processes"]]
+
+
+def reaped(folder: Path) -> int:
+    found: int = stat(folder)["counters"]["reaped"]
+    return found
+
+
+def pid_of(worker: Any) -> int:
+    """Runs in a worker."""
+    return os.getpid()
+
+
+def asked(is_reached: Callable[[], bool]) -> None:
+    """Asks again and again."""
+    deadline_s = time.monotonic() + 20
+    while not is_reached():
+        assert time.monotonic() < deadline_s
 
 
 def test_two_ranks_share_the_pool_with_each_other(

@@ -62,11 +62,23 @@ def serve(lines: Lines, path: str) -> None:
                 value = read_payload(pool, *args).decode()
             elif verb == "close_a_duplicate":
                 value = os.close(os.dup(pool.native.fd))
+            elif verb == "fork_a_child":
+                value = fork_a_child(lines)
             else:
                 value = plain(getattr(pool, verb)(*args))
             lines.answer(value)
         except Exception as error:  # noqa: BLE001 - whatever it is, the test reads it
             lines.answer(f"{type(error).__name__}: {error}", "error")
+
+
+def fork_a_child(lines: Lines) -> int:
+    """One that does nothing, and keeps every descriptor but the connection, until it is killed."""
+    child = os.fork()
+    if child == 0:
+        os.close(lines.socket.fileno())
+    while child == 0:
+        signal.pause()
+    return child
 
 
 def create_with_file_limit(lines: Lines, path: str) -> None:

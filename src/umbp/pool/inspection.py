@@ -22,7 +22,7 @@ class PoolProcess:
     pid: int
     uid: int
     is_alive: bool
-    """It holds its byte lock; a dead one's place is reaped by the next who comes by."""
+    """It holds its byte lock; a dead one's place is reaped by the next to use the pool."""
     holds_size: bool
     """The pool can't be resized as long as it lives."""
     pinned_slots: int

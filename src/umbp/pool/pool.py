@@ -39,7 +39,8 @@ class Pool:
     input.
 
     A ticket is a pin: `reserve` gives one that ends with `publish` or `abandon`, `acquire` one that ends with
-    `release`. Tickets are this process's own; whoever dies holding some loses them to the next reaper.
+    `release`. Tickets are this process's own; whoever dies holding some loses them to the next who attaches,
+    and to the verbs of those who are: some of them look for the dead, a few times a second.
     """
 
     def __init__(self, native: _native.Pool, memory: MemoryReport | None = None) -> None:
@@ -476,7 +477,7 @@ class Pool:
         self.native.audit()
 
     def reap(self) -> int:
-        """Takes back what dead processes held; how many they were. For the caller's janitor, now and then."""
+        """Takes back what dead processes held, all of it and now; how many they were."""
         return self.native.reap()
 
 

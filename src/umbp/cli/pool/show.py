@@ -19,6 +19,9 @@ from umbp.cli.pool.places import AS_JSON, found_path, in_folder
 from umbp.kinds import format_size
 from umbp.pool import PoolFile, inspect_pool, list_pools
 
+DEAD = "dead, to be reaped"
+"""The state of a process whose pins the next to use the pool takes back."""
+
 
 @click.command("list")
 @in_folder
@@ -131,7 +134,7 @@ def _stat_tables(pool: PoolFile) -> list[Table]:
     if pool.processes:
         table = _table("process", "user", "state", "pins", "holds the size")
         for process in pool.processes:
-            state = "alive" if process.is_alive else "dead"
+            state = "alive" if process.is_alive else DEAD
             pins, holds = f"{process.pinned_slots:,}", "yes" if process.holds_size else "-"
             table.add_row(str(process.pid), str(process.uid), state, pins, holds)
         tables.append(table)
