@@ -20,7 +20,7 @@ OTHER_VLLM := .venv-vllm033/bin/python
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup:  ## build .venv: vLLM's CPU build, the tools, the native core
+setup:  ## build .venv: vLLM's CPU build, the tools, the stores, the native core
 	@python="$$(scripts/find_python)" && "$$python" scripts/setup_env.py
 
 demo: setup  ## a real engine restores a long prompt from the pool (DEMO_ARGS=--json for programs)
@@ -65,7 +65,7 @@ bench: setup  ## the benchmarks, as ratios (BENCH_ARGS=--small for a short run)
 setup-vllm033: setup  ## build .venv-vllm033: vLLM 0.33's Python files over the CPU build
 	@$(BIN)/python scripts/setup_vllm033.py
 
-setup-mooncake: setup  ## install Mooncake Store for the benchmark beside it (libraries as root on Debian)
+setup-mooncake: setup  ## install Mooncake Store, where `make setup` could not (libraries as root on Debian)
 	@scripts/setup_mooncake.sh
 
 soak: setup  ## random lives of engines over failing, dying pools (STEPS=1000000, SEED=n to repeat a run)

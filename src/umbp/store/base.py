@@ -49,14 +49,18 @@ class StoreTraits:
     """For so long what was found to exist is kept, room allowing; 0: no longer than the answer takes."""
     registers: bool
     """Whether addresses must lie in memory that was registered."""
+    recovers: bool = False
+    """Whether the same connection works again by itself when the store is back. It is then better kept than
+    replaced: what it offered to others stays theirs.
+    """
 
 
 @runtime_checkable
 class ClusterStore(Protocol):
     """One process's connection to a store. Threads may call it side by side.
 
-    A call with no objects does nothing. Calls may block for long; none raises but `open` and `register`: what
-    goes wrong is an outcome. After `close` everything is BROKEN.
+    A call with no objects does nothing; the keys of one call are distinct. Calls may block for long; none
+    raises but `open` and `register`: what goes wrong is an outcome. After `close` everything is BROKEN.
     """
 
     @property
@@ -69,8 +73,8 @@ class ClusterStore(Protocol):
         ...
 
     def register(self, address: int, size: int) -> None:
-        """Objects will be put from and fetched into this memory, which lives until `close`. `StoreError`
-        where the store refuses it.
+        """Objects will be put from and fetched into this memory, which lives until `close`, and until every
+        call that had begun by then is back. `StoreError` where the store refuses it.
         """
         ...
 
@@ -96,8 +100,8 @@ class ClusterStore(Protocol):
         ...
 
     def remove_prefix(self, prefix: str) -> Outcome:
-        """Remove all objects whose keys begin so; DONE when none of those that were there can be found any
-        more.
+        """Remove all objects whose keys begin so; DONE when none of those that were there, complete, can be
+        found any more. What was being put meanwhile may come or stay.
         """
         ...
 
@@ -112,7 +116,7 @@ class ClusterStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the store; memory of this process that it offered to others goes with it. A second call does
-        nothing.
+        """Leave the store; memory of this process that it offered to others goes with it, at the latest when
+        the calls inside are back and the store answers. A second call does nothing.
         """
         ...
