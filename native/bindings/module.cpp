@@ -46,7 +46,8 @@ nb::tuple acquire(Pool& pool, const Keys& keys) {
   return nb::make_tuple(ticket_array, outcomes);
 }
 
-nb::tuple reserve(Pool& pool, u32 ns, const Keys& keys, nb::object object_bytes, nb::object parents) {
+nb::tuple reserve(Pool& pool, u32 ns, const Keys& keys, nb::object object_bytes, nb::object parents,
+                  u64 tokens) {
   const size_t count = keys.size();
   std::vector<u64> bytes;
   if (PyLong_Check(object_bytes.ptr())) {
@@ -82,7 +83,7 @@ nb::tuple reserve(Pool& pool, u32 ns, const Keys& keys, nb::object object_bytes,
       else
         parent_digests.emplace_back(keys.raw ? hasher(*text) : digest_of(*text, keys.seed));
     }
-    pool.reserve(ns, keys.digests(), bytes, parent_digests, tickets, out);
+    pool.reserve(ns, keys.digests(), bytes, parent_digests, tokens, tickets, out);
   });
   return nb::make_tuple(ticket_array, outcomes);
 }
@@ -117,7 +118,7 @@ nb::dict stats_dict(const Pool& pool) {
   // clang-format off
 #define X(name) d[#name] = s.name;
   X(capacity_bytes) X(max_bytes) X(used_bytes) X(objects) X(slabs) X(free_slabs) X(slots) X(processes) X(namespaces)
-  X(evicted) X(evicted_bytes) X(orphaned) X(reserved) X(published) X(abandoned) X(not_now) X(takeovers) X(rebuilds)
+  X(evicted) X(evicted_bytes) X(evicted_tokens) X(orphaned) X(reserved) X(published) X(abandoned) X(not_now) X(takeovers) X(rebuilds)
   X(reaped) X(full) X(slab_moves) X(cleared) X(removed_total) X(noted) X(pinned) X(pinned_here) X(deferred_here) X(acquired_hits)
   X(acquired_misses)
 #undef X
@@ -332,17 +333,17 @@ NB_MODULE(_native, m) {
           nb::call_guard<nb::gil_scoped_release>())
       .def(
           "reserve",
-          [](Pool& p, u32 ns, nb::handle keys, nb::object object_bytes, nb::object parents) {
-            return reserve(p, ns, Keys(p, keys), object_bytes, parents);
+          [](Pool& p, u32 ns, nb::handle keys, nb::object object_bytes, nb::object parents, u64 tokens) {
+            return reserve(p, ns, Keys(p, keys), object_bytes, parents, tokens);
           },
-          "ns"_a, "keys"_a, "object_bytes"_a, "parents"_a = nb::none())
+          "ns"_a, "keys"_a, "object_bytes"_a, "parents"_a = nb::none(), "tokens"_a = 0)
       .def(
           "reserve_raw",
           [](Pool& p, u32 ns, std::string prefix, nb::handle hashes, nb::object object_bytes,
-             nb::object parents) {
-            return reserve(p, ns, Keys(p, std::move(prefix), hashes), object_bytes, parents);
+             nb::object parents, u64 tokens) {
+            return reserve(p, ns, Keys(p, std::move(prefix), hashes), object_bytes, parents, tokens);
           },
-          "ns"_a, "prefix"_a, "hashes"_a, "object_bytes"_a, "parents"_a = nb::none())
+          "ns"_a, "prefix"_a, "hashes"_a, "object_bytes"_a, "parents"_a = nb::none(), "tokens"_a = 0)
       .def(
           "publish",
           [](Pool& p, Column<u64> tickets) {

@@ -60,7 +60,8 @@ class Gate {
   CopyStatus place(i64 block, u32 slot, std::byte*& object) const {
     if (block < 0 || block >= runs_.block_count) return CopyStatus::bad_block;
     const Place place = segment_.place(slot);
-    if (segment_.record(slot).length != runs_.object_bytes || runs_.object_bytes > place.payload_limit())
+    if (size_length(segment_.record(slot).size) != runs_.object_bytes ||
+        runs_.object_bytes > place.payload_limit())
       return CopyStatus::bad_length;
     object = place.payload;
     return CopyStatus::ok;

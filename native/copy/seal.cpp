@@ -59,7 +59,7 @@ class Seals {
     if (!held.is_reserved && !is_pinned) return false;
     if (segment_.my_pin(slot).load(std::memory_order_acquire) == 0) return false;
     const Place place = segment_.place(slot);
-    const u64 length = __atomic_load_n(&segment_.record(slot).length, __ATOMIC_RELAXED);
+    const u64 length = size_length(__atomic_load_n(&segment_.record(slot).size, __ATOMIC_RELAXED));
     if (length == 0 || length > place.payload_limit()) return false;
     held.payload = place.payload;
     held.length = length;

@@ -75,7 +75,8 @@ class Audit {
     const u64 word = o_.word(slot);
     const SlotState state = word_state(word);
     require(state <= SlotState::doomed, "a slot's state is one of four", slot);
-    require(r.length > 0 && r.length + kSlotOverheadBytes <= slot_bytes, "an object fits its slot", slot);
+    const u64 length = size_length(r.size);
+    require(length > 0 && length + kSlotOverheadBytes <= slot_bytes, "an object fits its slot", slot);
     require(r.ns < kNamespaceLimit, "an object's namespace is one of the pool's", slot);
     used_bytes_ += slot_bytes;
     per_ns_[r.ns].used_bytes += slot_bytes;

@@ -73,7 +73,7 @@ class Shown {
 
 u64 monotonic_ns();
 u64 coarse_monotonic_ns();  // some milliseconds behind, for a fraction of the price
-u64 processor_ns();  // that this thread has had
+u64 processor_ns();         // that this thread has had
 
 // Crash points: inert (one predictable branch) unless arm_crash_point or the environment variable
 // UMBP_CRASH_POINT arms them. The n-th point passed after arming ends the process with SIGKILL, or stops it

@@ -39,6 +39,7 @@ constexpr u64 kSealBytes = 64, kTrailerBytes = 64;
 constexpr u64 kSlotOverheadBytes = kSealBytes + kTrailerBytes;  // what a slot has beside the payload
 constexpr u32 kTicksPerSecond = 4;  // of the eviction policy's time, which runs since boot
 constexpr u64 kMaxBytes = 1ull << 50;
+constexpr u64 kMaxObjectBytes = 1ull << 39, kMaxObjectTokens = 1ull << 23;
 constexpr i64 kLockBase = 1ll << 60;  // byte locks live far behind the file's end
 
 inline u64 round_up(u64 value, u64 unit) {
@@ -107,8 +108,8 @@ struct alignas(64) Header {
   std::atomic<u32> resizer;
   alignas(64) std::atomic<u64> evicted;
   std::atomic<u64> removed_orphans, reserved_total, published_total, abandoned_total, not_now, takeovers,
-      rebuilds, reaped, full, slab_moves, cleared, acquired_hits, acquired_misses,
-      evicted_bytes;               // a pool that was made before it counted has 0 there
+      rebuilds, reaped, full, slab_moves, cleared, acquired_hits, acquired_misses, evicted_bytes,
+      evicted_tokens;
   std::atomic<u64> next_reap_ns;  // when somebody is to look for the dead again; 0: at once
 };
 static_assert(sizeof(Header) <= kPageBytes);
@@ -201,7 +202,7 @@ struct alignas(128) SlotRecord {
   std::atomic<u64> word;  // generation(32) | state(8) | owner(8)
   Digest digest;
   u64 parent;  // slot(32) | generation(32); stale once that slot has another generation; 0: none
-  u64 length;
+  u64 size;    // tokens(24) | length(40): of the payload, and what it counts for in evicted_tokens
   u64 stamp;
   u32 ns, epoch;
   u32 pins, children;
@@ -237,6 +238,16 @@ inline SlotState word_state(u64 word) {
 }
 inline u32 word_owner(u64 word) {
   return u8(word);
+}
+
+inline u64 make_size(u64 length, u64 tokens) {
+  return tokens << 40 | length;
+}
+inline u64 size_length(u64 size) {
+  return size & ((1ull << 40) - 1);
+}
+inline u64 size_tokens(u64 size) {
+  return size >> 40;
 }
 
 inline u64 make_ticket(u32 slot, u32 generation) {

@@ -37,13 +37,13 @@ void Objects::remember_removed(const Digest& digest) {
   head.store(count + 1, std::memory_order_release);
 }
 
-void Objects::reserve(u32 slot, const Digest& digest, u32 ns, u64 length, u32 parent) {
+void Objects::reserve(u32 slot, const Digest& digest, u32 ns, u64 length, u64 tokens, u32 parent) {
   SlotRecord& r = s.record(slot);
   u32 slab_index = s.slab_of(slot);
   r.digest = digest;
   r.ns = ns;
   r.epoch = s.ns(ns).epoch.load(std::memory_order_relaxed);
-  r.length = length;
+  r.size = make_size(length, tokens);
   r.stamp = ++s.header().clock;
   r.parent = parent == kNil ? 0 : ticket(parent);
   r.pins = 1;
@@ -143,10 +143,11 @@ void Objects::drop(u32 slot) {
 }
 
 void Objects::evict(u32 slot) {
-  const u64 slot_bytes = s.slab_slot_bytes(s.slab_of(slot));
+  const u64 slot_bytes = s.slab_slot_bytes(s.slab_of(slot)), tokens = size_tokens(s.record(slot).size);
   drop(slot);
   s.header().evicted.fetch_add(1, std::memory_order_relaxed);
   s.header().evicted_bytes.fetch_add(slot_bytes, std::memory_order_relaxed);
+  s.header().evicted_tokens.fetch_add(tokens, std::memory_order_relaxed);
 }
 
 void Objects::touch(u32 slot) {

@@ -58,7 +58,7 @@ class Objects {
   }
 
   // Fills a slot fresh from Space::take and makes it this process's reservation.
-  void reserve(u32 slot, const Digest& digest, u32 ns, u64 length, u32 parent);
+  void reserve(u32 slot, const Digest& digest, u32 ns, u64 length, u64 tokens, u32 parent);
   void publish(u32 slot);
   void abandon(u32 slot);  // a reservation, anybody's
   void pin(u32 slot);      // for this process

@@ -110,7 +110,7 @@ void Pool::payload(std::span<const u64> tickets, u64* addresses, u64* lengths) c
     if (!held || s->my_pin(slot).load() == 0) continue;
     const Place place = s->place(slot);
     addresses[i] = reinterpret_cast<u64>(place.payload);
-    lengths[i] = std::min(s->record(slot).length, place.payload_limit());
+    lengths[i] = std::min(size_length(s->record(slot).size), place.payload_limit());
   }
 }
 
@@ -130,6 +130,7 @@ Stats Pool::stats() const {
     stats.namespaces++;
   stats.evicted = h.evicted;
   stats.evicted_bytes = h.evicted_bytes;
+  stats.evicted_tokens = h.evicted_tokens;
   stats.orphaned = h.removed_orphans;
   stats.reserved = h.reserved_total;
   stats.published = h.published_total;
@@ -258,7 +259,10 @@ void prefetch_neighbours(Objects& objects, const u32* slots, std::size_t count) 
 }  // namespace
 
 void Pool::reserve(u32 ns, std::span<const Digest> keys, std::span<const u64> object_bytes,
-                   std::span<const std::optional<Digest>> parents, u64* tickets, Outcome* outcomes) {
+                   std::span<const std::optional<Digest>> parents, u64 tokens, u64* tickets,
+                   Outcome* outcomes) {
+  if (tokens > kMaxObjectTokens)
+    throw ConfigError("an object can't count for " + std::to_string(tokens) + " tokens");
   auto s = segment_to_change();
   if (ns >= kNamespaceLimit || s->ns(ns).epoch.load() == 0)
     throw ConfigError("no such namespace in this pool");
@@ -267,7 +271,7 @@ void Pool::reserve(u32 ns, std::span<const Digest> keys, std::span<const u64> ob
     std::fill(outcomes, outcomes + keys.size(), Outcome::full);
     return;
   }
-  Reservation call(*s, {ns, keys, object_bytes, parents, tickets, outcomes});
+  Reservation call(*s, {ns, keys, object_bytes, tokens, parents, tickets, outcomes});
   Patience patience{patience_ns_};
   bool has_reaped = false;
   u64 others_busy = 0;  // processes that are writing what we wanted to write

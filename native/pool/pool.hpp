@@ -38,9 +38,9 @@ enum class Outcome : u8 {
 
 struct Stats {
   u64 capacity_bytes, max_bytes, used_bytes, objects, slabs, free_slabs, slots, processes, namespaces,
-      evicted, evicted_bytes, orphaned, reserved, published, abandoned, not_now, takeovers, rebuilds, reaped,
-      full, slab_moves, cleared, acquired_hits, acquired_misses, removed_total, noted, pinned, pinned_here,
-      deferred_here;
+      evicted, evicted_bytes, evicted_tokens, orphaned, reserved, published, abandoned, not_now, takeovers,
+      rebuilds, reaped, full, slab_moves, cleared, acquired_hits, acquired_misses, removed_total, noted,
+      pinned, pinned_here, deferred_here;
 };
 
 class Pool {
@@ -76,8 +76,9 @@ class Pool {
   // The most that its slots may take; 0: nothing may be stored, ~0: no bound. What is above it is evicted, as
   // far as nobody holds it. False if the lock couldn't be had.
   bool set_quota(u32 ns, u64 bytes);
+  // `tokens` is what each of the objects counts for once it is evicted.
   void reserve(u32 ns, std::span<const Digest> keys, std::span<const u64> object_bytes,
-               std::span<const std::optional<Digest>> parents, u64* tickets, Outcome* outcomes);
+               std::span<const std::optional<Digest>> parents, u64 tokens, u64* tickets, Outcome* outcomes);
   void publish(std::span<const u64> tickets, Outcome* outcomes);
   void abandon(std::span<const u64> tickets, Outcome* outcomes);
   void acquire(std::span<const Digest> keys, u64* tickets, Outcome* outcomes);

@@ -228,7 +228,8 @@ void settle_record(Objects& objects, u32 slot, u64 slot_bytes, const std::vector
   SlotRecord& r = s.record(slot);
   u64 word = objects.word(slot);
   SlotState state = word_state(word);
-  bool sound = r.ns < kNamespaceLimit && r.length > 0 && r.length <= slot_bytes - kSlotOverheadBytes;
+  const u64 length = size_length(r.size);
+  bool sound = r.ns < kNamespaceLimit && length > 0 && length <= slot_bytes - kSlotOverheadBytes;
   u32 pins = 0, owners_pins = 0;
   for (u32 process : living) {
     u32 count = s.pin(process, slot).load(std::memory_order_relaxed);

@@ -51,8 +51,7 @@ void Reservation::classify(Objects& objects, std::size_t from, std::size_t count
       c_.outcomes[i] = is_published ? Outcome::exists : Outcome::busy;
       if (!is_published && word_owner(word) != s_.process_slot())
         busy_owners_ |= 1ull << word_owner(word) % 64;
-    } else if (c_.object_bytes[i] == 0 ||
-               c_.object_bytes[i] > s_.geometry().slab_bytes - kSlotOverheadBytes) {
+    } else if (c_.object_bytes[i] == 0 || c_.object_bytes[i] > largest_object()) {
       c_.outcomes[i] = Outcome::too_large;
     } else if (is_repeated(from, i)) {
       c_.outcomes[i] = Outcome::busy;
@@ -61,6 +60,10 @@ void Reservation::classify(Objects& objects, std::size_t from, std::size_t count
       count_need(objects, slot_bytes(i));
     }
   }
+}
+
+u64 Reservation::largest_object() const {
+  return std::min(s_.geometry().slab_bytes - kSlotOverheadBytes, kMaxObjectBytes);
 }
 
 u64 Reservation::slot_bytes(std::size_t i) const {
@@ -253,7 +256,7 @@ bool Reservation::carry_out(Objects& objects, std::size_t from, std::size_t coun
       s_.header().full.fetch_add(1, std::memory_order_relaxed);
       continue;
     }
-    objects.reserve(slot, c_.keys[i], c_.ns, c_.object_bytes[i], parent_slot(objects, i, klass));
+    objects.reserve(slot, c_.keys[i], c_.ns, c_.object_bytes[i], c_.tokens, parent_slot(objects, i, klass));
     spare(slot);
     c_.tickets[i] = objects.ticket(slot);
     c_.outcomes[i] = Outcome::reserved;

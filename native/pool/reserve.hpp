@@ -18,6 +18,7 @@ class Reservation {
     u32 ns;
     std::span<const Digest> keys;
     std::span<const u64> object_bytes;
+    u64 tokens;                                      // of each object
     std::span<const std::optional<Digest>> parents;  // empty, or one for each key
     u64* tickets;
     Outcome* outcomes;
@@ -47,6 +48,7 @@ class Reservation {
   void spare_parent(Objects& objects, std::size_t i);
   bool is_repeated(std::size_t from, std::size_t i);
   void count_need(Objects& objects, u64 slot_bytes);
+  u64 largest_object() const;
   u64 slot_bytes(std::size_t i) const;
   // At its quota a namespace makes room among its own objects; what is beyond it even then isn't asked for.
   // False if that is so for some of the batch.

@@ -17,10 +17,10 @@ namespace umbp {
 
 static constexpr u64 kPatienceNs = 2000000000ull;
 static constexpr u64 kFinishPatienceNs = 20000000ull;  // once what a dead resizer was at has been begun
-static constexpr u64 kPortionBytes = 256ull << 20;  // taken or given back between two holds of the lock,
-static constexpr u64 kPortionSlabs = 256;           // of so many slabs at most
-static constexpr u64 kLookBatch = 4096;             // slabs looked at in one hold
-static constexpr u64 kEvictBatch = 256;             // objects evicted in one hold
+static constexpr u64 kPortionBytes = 256ull << 20;     // taken or given back between two holds of the lock,
+static constexpr u64 kPortionSlabs = 256;              // of so many slabs at most
+static constexpr u64 kLookBatch = 4096;                // slabs looked at in one hold
+static constexpr u64 kEvictBatch = 256;                // objects evicted in one hold
 
 namespace {
 

@@ -115,6 +115,7 @@ class Pool:
         keys: Sequence[str],
         object_bytes: int | _U64,
         parents: Sequence[str | None] | None = None,
+        tokens: int = 0,
     ) -> tuple[_U64, _U8]: ...
     def reserve_raw(
         self,
@@ -123,6 +124,7 @@ class Pool:
         hashes: Sequence[bytes],
         object_bytes: int | _U64,
         parents: Sequence[bytes | None] | None = None,
+        tokens: int = 0,
     ) -> tuple[_U64, _U8]: ...
     def publish(self, tickets: _U64) -> _U8: ...
     def abandon(self, tickets: _U64) -> _U8: ...

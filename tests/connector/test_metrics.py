@@ -174,6 +174,35 @@ def test_evictions_are_counted_in_objects_and_in_the_pools_own_bytes(
     assert engine.count("evicted_bytes") in (0, evicted * 4096), "the reference tells no bytes"
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"ranks": 2},
+        {"layers": (FULL, WINDOWS)},
+        {"layers": (Layers("sliding", 2, 40, head_size=2), FULL)},
+        {"layers": (Layers("mla", 2),), "ranks": 2},
+        {"layers": (FULL, Layers("sliding", 1, 40)), "stages": 2},
+        {"kv_heads": 1, "ranks": 2, "dcp": 2},
+    ],
+    ids=["one", "ranks", "windows", "wide_windows", "mla", "stages", "dealt"],
+)
+def test_evicted_tokens_are_those_that_the_first_rank_has_no_more(
+    make_pool: Any, make_engine: Any, shape: dict[str, Any]
+) -> None:
+    engine = make_engine(make_pool(28), **shape)
+    prompts = [engine.run(tokens(100, seed)) for seed in range(1, 13)]
+    side = engine.connector.scheduler_side
+    group = side._shape.counted
+    (stage, *_) = [stage for stage in side._pool._stages if stage.keeps(group.group_id)]
+    names = [name for request in prompts for name in group.names(request.block_hashes)]
+    left = sum(stage.handle.lookup(stage.codec.keys(names, group.group_id)))
+    assert engine.count("dropped_store_tokens") == 0
+    gone = engine.count("stored_tokens") - left * group.block_tokens
+    assert series(engine, "evicted_tokens") == {"dram": gone}
+    assert gone > 0
+
+
 def test_a_jobs_error_tells_its_reason_by_its_first_word() -> None:
     job = TransferJobState([BlockTransferPlan("a", 1), BlockTransferPlan("b", 2)])
     assert reason_of(job) is LossReason.FAILED

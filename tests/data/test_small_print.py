@@ -79,7 +79,13 @@ DEFAULTS: list[tuple[type[Any], dict[str, Any]]] = [
     ),
     (
         KVLayoutDescriptor,
-        {"regions": ..., "topology": ..., "layout_format": "rank_local", "kv_tp_replicas": 1},
+        {
+            "regions": ...,
+            "topology": ...,
+            "layout_format": "rank_local",
+            "kv_tp_replicas": 1,
+            "counted_tokens": None,
+        },
     ),
     (
         BlockTransferPlan,
@@ -354,6 +360,15 @@ def test_replicas_must_divide_the_tensor_parallel_ranks(replicas: int) -> None:
     assert KVLayoutDescriptor((), RankTopology(tp_size=4), kv_tp_replicas=2).kv_tp_replicas == 2
     with pytest.raises(ValueError, match="kv_tp_replicas"):
         KVLayoutDescriptor((), RankTopology(tp_size=4), kv_tp_replicas=replicas)
+
+
+def test_objects_count_for_tokens_in_one_group_and_only_where_the_first_ranks_kv_is_held() -> None:
+    layout = KVLayoutDescriptor((), RankTopology(), counted_tokens=(1, 16))
+    assert [layout.tokens_of(group) for group in (0, 1, 2, None)] == [0, 16, 0, 16]
+    assert layout.counted_if(True) == layout
+    assert layout.counted_if(False).tokens_of(1) == KVLayoutDescriptor((), RankTopology()).tokens_of(1) == 0
+    with pytest.raises(ValueError, match="counted_tokens"):
+        KVLayoutDescriptor((), RankTopology(), counted_tokens=(1, 0))
 
 
 def planner() -> KVLayoutPlanner:

@@ -166,7 +166,7 @@ struct Round {
         std::vector<u64> sizes(count, kSizes[from % std::size(kSizes)]);
         std::vector<std::optional<Digest>> parents(count);
         for (std::size_t i = 1; i < count; i++) parents[i] = run[i - 1];
-        pool.reserve(ns, run, sizes, parents, tickets, outcomes);
+        pool.reserve(ns, run, sizes, parents, 16, tickets, outcomes);
         for (std::size_t i = 0; i < count; i++)
           if (outcomes[i] == Outcome::reserved) reserved.push_back(tickets[i]);
         verb = "payload";

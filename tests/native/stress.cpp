@@ -49,7 +49,7 @@ struct Work {
     std::vector<Outcome> outcomes(run.size());
     std::vector<std::optional<Digest>> parents(run.size());
     for (std::size_t i = 1; i < run.size(); i++) parents[i] = run[i - 1];
-    pool.reserve(spaces[from % 2], run, sizes, parents, tickets.data(), outcomes.data());
+    pool.reserve(spaces[from % 2], run, sizes, parents, 16, tickets.data(), outcomes.data());
     std::vector<u64> mine, addresses(run.size()), lengths(run.size());
     pool.payload(tickets, addresses.data(), lengths.data());
     for (std::size_t i = 0; i < run.size(); i++) {

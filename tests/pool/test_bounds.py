@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from umbp.errors import ConfigError
 from umbp.pool import Outcome, Pool
 
 MakePool = Callable[..., Pool]
@@ -149,3 +150,30 @@ def test_large_objects_take_a_slab_of_many_small_ones_over_several_holds(
     assert stats["slab_moves"] == 1
     assert stats["evicted"] == 2000
     assert stats["evicted_bytes"] == 2000 * SLOT
+
+
+@policies
+def test_evicted_tokens_are_what_each_object_was_stored_for(make_pool: MakePool, policy: str) -> None:
+    pool = make_pool(slots=8, object_bytes=TINY, eviction_policy=policy)
+    ns = pool.namespace("a")
+    for n in range(8):
+        tickets, _ = pool.reserve(ns, [f"k{n}"], TINY, tokens=16 if n % 2 else 0)
+        pool.publish(tickets)
+    store(pool, ns, [f"later{n}" for n in range(6)])
+    gone = [n for n, hit in enumerate(pool.lookup([f"k{n}" for n in range(8)])) if not hit]
+    assert pool.stats()["evicted"] == len(gone) == 6
+    assert pool.stats()["evicted_tokens"] == 16 * sum(n % 2 for n in gone)
+    pool.audit()
+
+
+def test_an_object_counts_for_a_bounded_number_of_tokens(make_pool: MakePool) -> None:
+    pool = make_pool(object_bytes=TINY)
+    most = 1 << 23
+    for _ in range(2):
+        tickets, _ = pool.reserve(pool.namespace("a"), ["k"], TINY, tokens=most)
+        pool.publish(tickets)
+        assert pool.set_quota(pool.namespace("a"), 0)
+        assert pool.set_quota(pool.namespace("a"), None)
+    assert pool.stats()["evicted_tokens"] == 2 * most
+    with pytest.raises(ConfigError, match=str(most + 1)):
+        pool.reserve(pool.namespace("a"), ["x"], TINY, tokens=most + 1)

@@ -65,6 +65,8 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     runtime = _runtime(options)
     planner = object_planner(kv_cache_config)
     support.require_layers(topology, planner)
+    shape = compat.cache_shape(vllm_config, kv_cache_config)
+    counted = shape.counted_among({region.group_id for region in planner.regions})
     return WorkerSide(
         runtime,
         options,
@@ -72,7 +74,8 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         topology,
         planner,
         kv_tp_replicas=kv_cache_config.kv_tp_replicas,
-        fails_by_request=not compat.cache_shape(vllm_config, kv_cache_config).is_chain,
+        counted_tokens=(counted.group_id, counted.block_tokens),
+        fails_by_request=not shape.is_chain,
     )
 
 

@@ -11,7 +11,7 @@ the last of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -69,8 +69,12 @@ class CacheShape:
     @property
     def counted(self) -> CacheGroup:
         """The group by whose blocks tokens are counted: one that needs them all, where there is one."""
-        full = (group for group in self.groups if group.kind is GroupKind.FULL)
-        return next(full, self.groups[0])
+        return self.counted_among({group.group_id for group in self.groups})
+
+    def counted_among(self, group_ids: Container[int]) -> CacheGroup:
+        """The same where only these groups have layers, as on a pipeline stage."""
+        groups = [group for group in self.groups if group.group_id in group_ids]
+        return next((group for group in groups if group.kind is GroupKind.FULL), groups[0])
 
     @property
     def least_block_tokens(self) -> int:

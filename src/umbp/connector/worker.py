@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.logger import init_logger
@@ -53,6 +53,9 @@ arrives meanwhile can begin."""
 
 _NO_NEWS = UMBPConnectorWorkerMetadata()
 
+EVICTIONS = ("evicted_objects", "evicted_bytes", "evicted_tokens")
+"""What a runtime's usage has as running totals; all else in it are gauges."""
+
 COMPLAINT_INTERVAL_S = 60.0
 """How often a runtime's exceptions are shown; a backend that is gone may raise in every step."""
 
@@ -82,13 +85,14 @@ class WorkerSide:
         planner: KVLayoutPlanner,
         *,
         kv_tp_replicas: int = 1,
+        counted_tokens: tuple[int, int] | None = None,
         fails_by_request: bool = False,
         clock: Callable[[], float] = time.monotonic,
         nap: Callable[[float], None] = time.sleep,
         idle_wait_bytes: int = IDLE_WAIT_BYTES,
     ) -> None:
-        """`fails_by_request`: a load that has lost a block is of no use to the engine, which hears of the
-        request instead of the block.
+        """`counted_tokens`: as a layout has it; `fails_by_request`: a load that has lost a block is of no
+        use to the engine, which hears of the request instead of the block.
         """
         self._idle_wait_bytes = idle_wait_bytes
         self._can = capabilities_of(runtime)
@@ -107,6 +111,7 @@ class WorkerSide:
         self._clock = clock
         self._nap = nap
         layout = planner.describe(topology, "rank_local", kv_tp_replicas)
+        layout = replace(layout, counted_tokens=counted_tokens)
         self._handle: Any = runtime.create_worker_handle(namespace, topology, layout)
         self._loads: list[_Running] = []
         self._stores: list[_Running] = []
@@ -122,7 +127,7 @@ class WorkerSide:
         self._waits_for_all = False
         self._copies_in_place = False
         self._stats = UMBPStats()
-        self._totals = {"evicted_objects": 0.0, "evicted_bytes": 0.0}
+        self._totals = dict.fromkeys(EVICTIONS, 0.0)
         """What the runtime counts from its start on, as it was last told."""
         self._next_gauges_s = 0.0
         self._next_complaint_s = float("-inf")

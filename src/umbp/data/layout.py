@@ -60,6 +60,11 @@ class KVLayoutDescriptor:
     layout_format: str = "rank_local"
     kv_tp_replicas: int = 1
     """So many consecutive tensor-parallel ranks hold identical KV; a pool that they share keeps it once."""
+    counted_tokens: tuple[int, int] | None = None
+    """A cache group, and the tokens that one of its objects counts for where evicted tokens are counted. So
+    that each token is counted once, objects of other groups count for none, nor do those of ranks that don't
+    hold what the engine's first rank holds.
+    """
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "regions", tuple(self.regions))
@@ -67,6 +72,8 @@ class KVLayoutDescriptor:
             raise ValueError(
                 f"kv_tp_replicas must divide tp_size {self.topology.tp_size}, not be {self.kv_tp_replicas}"
             )
+        if self.counted_tokens is not None and self.counted_tokens[1] < 1:
+            raise ValueError(f"counted_tokens must be positive, not {self.counted_tokens[1]}")
         if not self.layout_format:
             raise ValueError("layout_format must not be empty")
         names = [region.layer_name for region in self.regions]
@@ -77,6 +84,16 @@ class KVLayoutDescriptor:
     @property
     def object_size(self) -> int:
         return sum(region.block_bytes for region in self.regions)
+
+    def tokens_of(self, group_id: int | None) -> int:
+        """What an object of a cache group, or of all groups together, counts for."""
+        if self.counted_tokens is None or group_id not in (None, self.counted_tokens[0]):
+            return 0
+        return self.counted_tokens[1]
+
+    def counted_if(self, is_counted: bool) -> KVLayoutDescriptor:
+        """The same, for a rank whose objects are counted in tokens or not."""
+        return self if is_counted else replace(self, counted_tokens=None)
 
 
 class KVLayoutPlanner:

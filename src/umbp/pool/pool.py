@@ -343,14 +343,16 @@ class Pool:
         keys: Sequence[str],
         object_bytes: int | npt.NDArray[np.uint64],
         parents: Sequence[str | None] | None = None,
+        tokens: int = 0,
     ) -> tuple[Tickets, Outcomes]:
         """Room for new objects: RESERVED with a ticket, or EXISTS, BUSY, FULL, TOO_LARGE, NOT_NOW with ticket
         0.
 
         Evicts what it must, never what this call names. Keys that get room are a head of the call: after the
-        first FULL no more are RESERVED. A parent that isn't stored is ignored.
+        first FULL no more are RESERVED. A parent that isn't stored is ignored. `tokens` is what each of the
+        objects adds to `evicted_tokens` when it is evicted.
         """
-        return self.native.reserve(ns, keys, _sizes(object_bytes), parents)
+        return self.native.reserve(ns, keys, _sizes(object_bytes), parents, tokens)
 
     def reserve_raw(
         self,
@@ -359,9 +361,10 @@ class Pool:
         hashes: Sequence[bytes],
         object_bytes: int | npt.NDArray[np.uint64],
         parents: Sequence[bytes | None] | None = None,
+        tokens: int = 0,
     ) -> tuple[Tickets, Outcomes]:
         """`reserve` for the keys `prefix + hash.hex()`; parents are hashes under the same prefix."""
-        return self.native.reserve_raw(ns, prefix, hashes, _sizes(object_bytes), parents)
+        return self.native.reserve_raw(ns, prefix, hashes, _sizes(object_bytes), parents, tokens)
 
     def publish(self, tickets: npt.ArrayLike) -> Outcomes:
         """Makes reserved objects visible: PUBLISHED, STALE, INVALID, or NOT_NOW (still reserved: ask

@@ -323,6 +323,7 @@ class SupportsUsage(Protocol):
 
     def usage(self) -> Mapping[str, float]:
         """`pool_capacity_bytes`, `pool_used_bytes`, `pool_objects`, `pool_pinned_objects`, and the running
-        totals `evicted_objects` and, where known, `evicted_bytes`; cheap, never raises.
+        totals `evicted_objects` and, where known, `evicted_bytes` and `evicted_tokens` (as the layouts'
+        `counted_tokens` has it); cheap, never raises.
         """
         ...

@@ -61,6 +61,7 @@ class EmbeddedRuntime:
     def create_worker_handle(
         self, namespace: UMBPNamespace, topology: RankTopology, layout: KVLayoutDescriptor
     ) -> PoolWorkerHandle:
+        layout = layout.counted_if(topology.local_namespace == topology.all_namespaces()[0])
         return PoolWorkerHandle(self._options, layout, OwnPool(self._options, namespace, topology.rank_count))
 
 

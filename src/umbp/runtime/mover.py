@@ -79,7 +79,7 @@ class ObjectMover:
     def store(self, move: Move, fence: object) -> Moved:
         """Copy blocks into reserved slots. What is stored already is done; what finds no room is lost."""
         tickets, outcomes = self._pool.reserve(
-            self._namespace_id, move.names, move.runs.object_bytes, move.parent_names
+            self._namespace_id, move.names, move.runs.object_bytes, move.parent_names, move.tokens
         )
         rows = np.flatnonzero(outcomes == Outcome.RESERVED)
         blocks = np.asarray(move.block_ids, dtype=np.int64)[rows]

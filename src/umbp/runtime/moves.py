@@ -34,6 +34,8 @@ class Move:
     """The keys under which the pool has the objects: the worker's own, or those of the rank that stands for
     all that hold the same."""
     parent_names: Sequence[str | None] | None = None
+    tokens: int = 0
+    """What each of the objects counts for where evicted tokens are counted."""
 
     def parts(self, most_bytes: int) -> Iterator[Move]:
         """The same in moves of at most so many bytes, or of one object."""
@@ -49,6 +51,7 @@ class Move:
                 self.block_ids[part],
                 self.names[part],
                 None if self.parent_names is None else self.parent_names[part],
+                self.tokens,
             )
 
 
@@ -63,6 +66,7 @@ class GroupRuns:
     ) -> None:
         """`ValueError` where a layer is missing or can't be expressed."""
         self._shared_codec = shared_codec
+        self._tokens_of = layout.tokens_of
         missing = sorted(r.layer_name for r in layout.regions if r.layer_name not in kv_caches)
         if missing:
             raise ValueError(f"KV caches are missing for planned layers: {', '.join(missing)}")
@@ -99,7 +103,8 @@ class GroupRuns:
             runs = _ranged(plan) if plan.ranges else self._group(plan.group_id)
             block_id = 0 if plan.ranges else plan.block_id
             names = self._names([plan.key])
-            yield Move(runs, [plan.key], [block_id], names, [_parent_key(names[0], plan.parent_block_hash)])
+            parents = [_parent_key(names[0], plan.parent_block_hash)]
+            yield Move(runs, [plan.key], [block_id], names, parents, self._tokens_of(plan.group_id))
 
     def _batch_moves(self, batch: BlockLoadBatch | BlockStoreBatch) -> Iterator[Move]:
         names = self._names(batch.keys)
@@ -108,7 +113,9 @@ class GroupRuns:
             parents = _parent_names(names, batch)
         groups = set(batch.group_ids)
         if len(groups) == 1:
-            yield Move(self._group(groups.pop()), batch.keys, batch.block_ids, names, parents)
+            (group_id,) = groups
+            tokens = self._tokens_of(group_id)
+            yield Move(self._group(group_id), batch.keys, batch.block_ids, names, parents, tokens)
             return
         for group_id in sorted(groups):
             rows = [row for row, group in enumerate(batch.group_ids) if group == group_id]
@@ -118,6 +125,7 @@ class GroupRuns:
                 [batch.block_ids[row] for row in rows],
                 [names[row] for row in rows],
                 None if parents is None else [parents[row] for row in rows],
+                self._tokens_of(group_id),
             )
 
     def _names(self, keys: Sequence[str]) -> Sequence[str]:

@@ -56,7 +56,11 @@ _USAGE = {
 }
 """The gauges, by what the pool calls them."""
 
-_EVICTIONS = {"evicted": "evicted_objects", "evicted_bytes": "evicted_bytes"}
+_EVICTIONS = {
+    "evicted": "evicted_objects",
+    "evicted_bytes": "evicted_bytes",
+    "evicted_tokens": "evicted_tokens",
+}
 """What the pool counts of evictions, and its name in the usage."""
 
 

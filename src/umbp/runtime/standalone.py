@@ -90,13 +90,15 @@ class StandaloneRuntime:
         rank = topology.local_namespace
         standing = _standing_for(rank, layout)
         tp, pcp, dcp, pp = standing
+        first = topology.all_namespaces()[0]
         return PoolWorkerHandle(
             self._options,
-            layout,
+            # Whoever of those that hold the first rank's KV is quickest stores it for all.
+            layout.counted_if(standing == first),
             SharedKeeper(self._options, self._path, namespace),
             shared_codec=None if standing == rank else BlockIdentityCodec(namespace, tp, pp, pcp, dcp),
             # All ranks would report the same pool.
-            counts_usage=rank == topology.all_namespaces()[0],
+            counts_usage=rank == first,
         )
 
 

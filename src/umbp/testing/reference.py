@@ -84,6 +84,9 @@ class Shelf:
     """Keys by (handle, request)."""
     evicted: list[str] = field(default_factory=list)
     evictions: int = 0
+    tokens: dict[str, int] = field(default_factory=dict)
+    """What objects count for where evicted tokens are counted."""
+    evicted_tokens: int = 0
 
     def held_keys(self) -> set[str]:
         return set().union(*self.holds.values())
@@ -96,12 +99,14 @@ class Shelf:
         victim = next((key for key in self.objects if key not in held), None)
         if victim is None:
             return False
-        self.remove(victim)
         self.evictions += 1
+        self.evicted_tokens += self.tokens.get(victim, 0)
+        self.remove(victim)
         return True
 
     def remove(self, key: str) -> None:
         del self.objects[key]
+        self.tokens.pop(key, None)
         self.evicted.append(key)
 
     def touch(self, keys: Iterable[str]) -> None:
@@ -233,6 +238,8 @@ class ReferenceWorkerHandle:
     ) -> None:
         self._shelf = shelf
         self._topology = topology
+        is_first = topology.local_namespace == topology.all_namespaces()[0]
+        self._layout = layout.counted_if(is_first)
         self._planner = KVLayoutPlanner(layout.regions)
         self._buffers: Mapping[str, TensorLike] = {}
         self._stores: dict[TransferJobState, dict[str, bytes]] = {}
@@ -272,6 +279,7 @@ class ReferenceWorkerHandle:
                     end = piece.object_offset + piece.length
                     content[piece.object_offset : end] = ctypes.string_at(piece.base_address, piece.length)
                 written[plan.key] = shelf.written[plan.key] = bytes(content)
+                shelf.tokens[plan.key] = self._layout.tokens_of(plan.group_id)
             job.complete([plan.key])
         return self._sized(job)
 
@@ -304,6 +312,8 @@ class ReferenceWorkerHandle:
             "pool_objects": len(shelf.objects),
             "pool_pinned_objects": len(shelf.held_keys()),
             "evicted_objects": shelf.evictions,
+            # The ranks share the shelf: one of them tells it.
+            "evicted_tokens": shelf.evicted_tokens if self._layout.counted_tokens else 0,
         }
 
     def close(self) -> None:
