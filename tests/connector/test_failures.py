@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from scripted_runtime import PickyRuntime
 from vllm.v1.request import RequestStatus
 
 from umbp.connector.scheduler.account import Quarantine
+from umbp.connector.scheduler.write import STORE_TRIES
 from umbp.runtime.null import NullRuntime
 from umbp.runtime.wrap.faulty import FaultPlan, FaultyRuntime
 from umbp.testing.clock import TickClock
@@ -189,8 +191,10 @@ def test_a_pool_that_refuses_all_harms_nothing(make_engine: Any, ranks: int) -> 
 def test_a_full_pool_refuses_partly_and_counts_what_it_drops(
     make_pool: Any, make_engine: Any, ranks: int
 ) -> None:
-    plan = FaultPlan(seed=3, store_keys=0.4)
-    engine = make_engine(FaultyRuntime(make_pool(), plan), ranks=ranks)
+    random = Random(3)
+    pool = PickyRuntime(make_pool(), error="full: no room")
+    pool.refuses = lambda rank, index, key: random.random() < 0.4
+    engine = make_engine(pool, ranks=ranks)
     engine.run(tokens(30 * 8, 2))
     assert engine.count("dropped_store_tokens") > 0
     assert engine.count("stored_tokens") + engine.count("dropped_store_tokens") == 15 * BLOCK
@@ -206,7 +210,72 @@ def test_a_publish_that_raises_is_a_store_that_failed_and_is_complained_of_once(
     engine.run(tokens(100), 3)
     assert sum("failed to publish" in record.getMessage() for record in caplog.records) == 1
     assert engine.count("stored_tokens") == 0
-    assert engine.count("dropped_store_tokens") == 96
+    assert engine.count("dropped_store_tokens") == 32 + 64 + 96, "tried three times"
+    engine.check_drained()
+
+
+@RANKS
+@pytest.mark.parametrize("chunk_blocks", [2, 8], ids=["chunks", "whole"])
+def test_a_block_that_was_lost_in_passing_is_stored_by_the_next_step(
+    make_pool: Any, make_engine: Any, chunk_blocks: int, ranks: int
+) -> None:
+    """What follows it can only be found with it, and the request still has it."""
+    pool = PickyRuntime(make_pool(), error="busy: for a moment")
+    lost: list[str] = []
+
+    def refuses(rank: int, index: int, key: str) -> bool:
+        is_lost = index == 1 and not lost
+        lost.extend([key] * is_lost)
+        return is_lost
+
+    pool.refuses = refuses
+    engine = make_engine(pool, max_batched_tokens=chunk_blocks * BLOCK, ranks=ranks)
+    engine.run(tokens(6 * BLOCK + 1), 4)
+    assert len(lost) == 1
+    assert engine.count("stored_tokens") == 6 * BLOCK
+    assert engine.count("dropped_store_tokens") == BLOCK
+    engine.forget_prefixes()
+    engine.run(tokens(6 * BLOCK + 1))
+    assert engine.restored_tokens() == 6 * BLOCK
+    engine.check_drained()
+
+
+def test_a_block_that_no_step_can_store_is_given_up_with_all_after_it(
+    make_pool: Any, make_engine: Any
+) -> None:
+    pool = PickyRuntime(make_pool(), error="busy: always")
+    tried: list[str] = []
+
+    def refuses(rank: int, index: int, key: str) -> bool:
+        tried.append(key)
+        return tried.index(key) == 1
+
+    pool.refuses = refuses
+    engine = make_engine(pool, {"save_decode_cache": True}, max_batched_tokens=2 * BLOCK)
+    engine.run(tokens(6 * BLOCK + 1), 40)
+    assert tried.count(tried[1]) == STORE_TRIES
+    assert engine.count("stored_tokens") == 5 * BLOCK
+    engine.forget_prefixes()
+    engine.run(tokens(6 * BLOCK + 1))
+    assert engine.restored_tokens() == BLOCK
+    engine.check_drained()
+
+
+def test_a_request_that_is_cleared_away_or_preempted_meanwhile_stores_nothing_old_again(
+    make_pool: Any, make_engine: Any
+) -> None:
+    pool = PickyRuntime(make_pool(), error="busy: always")
+    pool.refuses = lambda rank, index, key: index == 1
+    engine = make_engine(pool, max_batched_tokens=2 * BLOCK)
+    request = engine.add(tokens(6 * BLOCK + 1), 4)
+    engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    pool.refuses = lambda rank, index, key: False
+    engine.drain()
+    assert request.num_preemptions == 1
+    engine.forget_prefixes()
+    engine.run(tokens(6 * BLOCK + 1))
+    assert engine.restored_tokens() == 6 * BLOCK
     engine.check_drained()
 
 

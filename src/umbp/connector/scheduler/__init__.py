@@ -400,7 +400,8 @@ class SchedulerSide:
 
     def _close_store(self, entry: StoreEntry, result: StoreEventResult, reason: LossReason) -> None:
         assert self._writer is not None
-        self._writer.give_back(entry, result.failed_objects, self._requests)
+        for request_id in self._writer.give_back(entry, result.failed_objects, reason, self._requests):
+            self._unfinished[request_id] = self._requests[request_id]
         if len(self._quarantine):
             # What was lost and has been stored anew is as good as any.
             for one in entry.objects():

@@ -24,6 +24,7 @@ from umbp.connector.scheduler.plan import BlockSpan, Planner
 from umbp.connector.scheduler.pool_view import PoolView
 from umbp.connector.scheduler.state import RequestState
 from umbp.connector.scheduler.write import Requests, storing_requests
+from umbp.data import LossReason
 from umbp.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -104,11 +105,14 @@ class LazyWriter:
             return None
         return self._store_next(max(2 * fresh, self._step_blocks // 4, 1))
 
-    def give_back(self, entry: StoreEntry, failed: set[StoredObject], requests: Requests) -> None:
+    def give_back(
+        self, entry: StoreEntry, failed: set[StoredObject], reason: LossReason, requests: Requests
+    ) -> list[str]:
         block_ids = entry.block_ids[::-1]
         for block_id in block_ids:
             del self._pinned[block_id]
         self._cushion += compat.unpin_evictable(self._block_pool, block_ids, entry.behind)
+        return []
 
     def note_load(self, blocks: int, loaded_blocks: int) -> None:
         self._taken_by_loads += blocks

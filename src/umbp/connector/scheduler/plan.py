@@ -7,13 +7,14 @@ blocks that no hit can ever need.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from umbp.connector import compat
 from umbp.connector.groups import CacheGroup, CacheShape, GroupKind
 from umbp.connector.hits import HitRules
+from umbp.connector.scheduler.account import StoredObject
 from umbp.connector.scheduler.pool_view import PoolView
 from umbp.connector.scheduler.state import RequestState
 from umbp.data import BlockLoadBatch, BlockStoreBatch
@@ -185,10 +186,11 @@ class Planner:
                 spans.append(BlockSpan(group_id, [block_id], [names[row]], [parent]))
         return spans
 
-    def lacking(self, spans: Sequence[BlockSpan]) -> list[BlockSpan]:
+    def lacking(self, spans: Sequence[BlockSpan], *, has_gaps: bool) -> list[BlockSpan]:
         """What of these spans some rank lacks.
 
-        Where a hit is a run of blocks, what follows the first that is lacking is of use only with it:
+        Where a hit is a run of blocks, what follows the first that is lacking is of use only with it, and is
+        mostly lacking too, but where a store has left gaps (`has_gaps`):
 
         0 ....... saved ....... present ....... full
                   | span                       |
@@ -196,7 +198,7 @@ class Planner:
         """
         lacking = []
         for span in spans:
-            if self._shape.groups[span.group_id].kind is GroupKind.FULL:
+            if self._shape.groups[span.group_id].kind is GroupKind.FULL and not has_gaps:
                 rest = span.rest(self._pool.present(span.group_id, span.block_hashes))
             else:
                 found = self._pool.stored(span.group_id, span.block_hashes)
@@ -204,6 +206,19 @@ class Planner:
             if len(rest):
                 lacking.append(rest)
         return lacking
+
+    def set_back(self, state: RequestState, lost: Collection[StoredObject]) -> None:
+        """Set the request's mark back to where the first of these blocks begins, so that all from there on
+        are looked at again. Those that the request has no more are left alone.
+        """
+        hashes = state.request.block_hashes
+        ends = {name: (place + 1) * self._shape.hash_tokens for place, name in enumerate(hashes)}
+        starts = [
+            ends[name] - self._shape.groups[group_id].block_tokens for group_id, name in lost if name in ends
+        ]
+        mark = min([state.tracker.saved_tokens, *starts])
+        state.tracker.saved_tokens = mark
+        self._name_mark(state, mark)
 
     def _unsaved(self, state: RequestState, computed_tokens: int) -> tuple[int, int]:
         """The tokens `[saved, settled)` beyond the request's mark that are settled once this step has run.
@@ -223,6 +238,9 @@ class Planner:
 
     def _mark(self, state: RequestState, tokens: int) -> None:
         mark = state.tracker.mark_saved(tokens, self._shape.hash_tokens)
+        self._name_mark(state, mark)
+
+    def _name_mark(self, state: RequestState, mark: int) -> None:
         state.mark_hash = state.request.block_hashes[mark // self._shape.hash_tokens - 1] if mark else None
 
     def _take_back(self, state: RequestState) -> int:

@@ -49,6 +49,8 @@ class RequestState:
     has_failed_load: bool = False
     has_lost_store: bool = False
     """A block of it found no place in the pool: what comes after could not be found, and is not stored."""
+    stores_again: int = 0
+    """How often lost blocks of it were stored once more."""
     is_stale: bool = False
     """Computed before a reset: its blocks must not be stored any more."""
     mark_hash: bytes | None = None
@@ -63,4 +65,5 @@ class RequestState:
         self.tracker.replace_blocks(())
         self.answer = None
         self.has_lost_store = False
+        self.stores_again = 0
         self.is_stale = False

@@ -14,13 +14,20 @@ from umbp.connector.scheduler.account import StoredObject, StoreEntry
 from umbp.connector.scheduler.count import Counts
 from umbp.connector.scheduler.plan import Planner
 from umbp.connector.scheduler.state import RequestState
-from umbp.data import BlockStoreBatch
+from umbp.data import BlockStoreBatch, LossReason
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
 
 Requests = Mapping[str, RequestState]
+
+PASSING = frozenset({LossReason.BUSY, LossReason.FAILED})
+"""Losses that may not come again at once. A full pool is full in the next step too, and what was computed
+before a clear isn't stored after it."""
+
+STORE_TRIES = 3
+"""How often a request stores what it has lost, at most: each time in vain costs a step's copies."""
 
 
 class Writer(Protocol):
@@ -32,8 +39,12 @@ class Writer(Protocol):
         """
         ...
 
-    def give_back(self, entry: StoreEntry, failed: set[StoredObject], requests: Requests) -> None:
-        """Every rank has reported, and `failed` could not be stored on some: take the pins away."""
+    def give_back(
+        self, entry: StoreEntry, failed: set[StoredObject], reason: LossReason, requests: Requests
+    ) -> list[str]:
+        """Every rank has reported, and `failed` could not be stored on some, for this reason: take the pins
+        away. Returns the requests whose lost blocks shall be tried again.
+        """
         ...
 
     def note_load(self, blocks: int, loaded_blocks: int) -> None:
@@ -73,7 +84,7 @@ class ThroughWriter:
             spans = self._planner.completed(state, computed_tokens, output)
             if state.has_lost_store:
                 self._counts.left_out(spans)
-            elif spans and (lacking := self._planner.lacking(spans)):
+            elif spans and (lacking := self._planner.lacking(spans, has_gaps=state.stores_again > 0)):
                 batches[request_id] = self._planner.store_batch(request_id, lacking)
         if not batches:
             return None
@@ -81,17 +92,25 @@ class ThroughWriter:
         compat.pin_blocks(self._block_pool, entry.block_ids)
         return entry
 
-    def give_back(self, entry: StoreEntry, failed: set[StoredObject], requests: Requests) -> None:
+    def give_back(
+        self, entry: StoreEntry, failed: set[StoredObject], reason: LossReason, requests: Requests
+    ) -> list[str]:
         compat.unpin_blocks(self._block_pool, entry.block_ids)
         lost = {one for one in failed if one[0] in self._runs}
-        if not lost:
-            return
-        for request_id, batch in entry.batches.items():
+        again = []
+        for request_id, batch in entry.batches.items() if lost else ():
             state = requests.get(request_id)
-            if state is not None and not lost.isdisjoint(
-                zip(batch.group_ids, batch.block_hashes, strict=True)
-            ):
+            mine = lost.intersection(zip(batch.group_ids, batch.block_hashes, strict=True))
+            if state is None or state.has_lost_store or not mine:
+                continue
+            # What follows a lost block can only be found with it, and the request still has it.
+            if reason in PASSING and state.stores_again < STORE_TRIES - 1:
+                state.stores_again += 1
+                self._planner.set_back(state, mine)
+                again.append(request_id)
+            else:
                 state.has_lost_store = True
+        return again
 
     def note_load(self, blocks: int, loaded_blocks: int) -> None:
         """A block that is taken has been stored long ago."""
