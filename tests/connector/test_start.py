@@ -91,11 +91,10 @@ def device_only(config: VllmConfig, cache_config: KVCacheConfig) -> None:
     cache_config.kv_cache_groups.append(other)
 
 
-def latent_on_a_processor(config: VllmConfig, cache_config: KVCacheConfig) -> None:
-    """As vLLM leaves it there: without chunks and a prefix cache of its own."""
+def latent_by_the_rotary_kernel(config: VllmConfig, cache_config: KVCacheConfig) -> None:
+    """As vLLM has it in an eager engine on a processor."""
     object.__setattr__(config, "model_config", SimpleNamespace(use_mla=True))
-    config.cache_config.enable_prefix_caching = False
-    config.scheduler_config.enable_chunked_prefill = False
+    config.compilation_config.custom_ops = ["all"]
 
 
 def no_group(config: VllmConfig, cache_config: KVCacheConfig) -> None:
@@ -108,7 +107,7 @@ def no_group(config: VllmConfig, cache_config: KVCacheConfig) -> None:
     [
         (packed_latent, "KV cache group 0 packs several tokens together"),
         (mamba, "cache mode 'none'"),
-        (latent_on_a_processor, "latent attention (MLA) on a processor without AMX"),
+        (latent_by_the_rotary_kernel, "latent attention (MLA) with vLLM's rotary kernel for processors"),
         (encoder, "KV cache group 0 is of vLLM's kind CrossAttentionSpec"),
         (ring, "KV cache group 1 is not cached by prefix"),
         (device_only, "KV cache group 1 is kept out of transfers"),

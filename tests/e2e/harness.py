@@ -61,7 +61,8 @@ class EngineSpec:
     `connector` is the extra configuration of UMBP's connector as (name, value) pairs, or None for no
     connector; `transfer` overrides or adds fields of vLLM's KVTransferConfig, `events` are those of its
     KVEventsConfig; `arguments` are for vLLM's `LLM`; `environment` is added to the process's. `speculative`
-    is vLLM's speculative configuration, and `draft` its model if it has one.
+    is vLLM's speculative configuration, and `draft` its model if it has one; `custom_ops` chooses among
+    vLLM's own kernels.
     """
 
     model: models.Shape = models.TINY
@@ -78,6 +79,7 @@ class EngineSpec:
     environment: tuple[tuple[str, str], ...] = ()
     speculative: tuple[tuple[str, Any], ...] = ()
     draft: models.Shape | None = None
+    custom_ops: tuple[str, ...] = ()
 
     @property
     def workers(self) -> int:
@@ -108,6 +110,8 @@ class EngineSpec:
             }
         if self.speculative:
             arguments["speculative_config"] = dict(self.speculative)
+        if self.custom_ops:
+            arguments["compilation_config"] = {"custom_ops": list(self.custom_ops)}
         if self.draft is not None:
             arguments["speculative_config"]["model"] = str(models.make_model(self.draft, model.parent))
         transfer: dict[str, Any] = {}

@@ -44,6 +44,7 @@ def _spec(
     stages: int = 1,
     blocks: int = 64,
     arguments: tuple[tuple[str, Any], ...] = CHUNKS,
+    environment: tuple[tuple[str, str], ...] = (),
     **more: Any,
 ) -> EngineSpec:
     return EngineSpec(
@@ -54,14 +55,15 @@ def _spec(
         is_in_process=ranks == stages == 1,
         blocks=blocks,
         max_model_tokens=640,
-        environment=NO_FAULTS,
+        environment=(*NO_FAULTS, *environment),
         arguments=arguments,
         **more,
     )
 
 
-FULL, WINDOW, CHUNK, STATE = (
+FULL, LATENT, WINDOW, CHUNK, STATE = (
     "FullAttentionSpec",
+    "MLAAttentionSpec",
     "SlidingWindowSpec",
     "ChunkedLocalAttentionSpec",
     "MambaSpec",
@@ -76,7 +78,26 @@ EAGLE = (("method", "eagle"), ("num_speculative_tokens", 2))
 
 MIB = 1 << 20
 
+NATIVE_ROPE = ("-rotary_embedding",)
+"""vLLM's rotary kernel for processors turns latent attention's queries wrongly."""
+OWN_CACHE = (("E2E_KEEP_PREFIX_CACHE", "1"),)
+"""vLLM has no prefix cache of its own for latent attention on a processor: its hits are the reference."""
+
 KINDS = {
+    # In single precision answers don't turn on how many tokens are computed at once.
+    "latent": Kind(
+        _spec(
+            9 * MIB // 2,
+            model=models.LATENT,
+            blocks=160,
+            block_tokens=16,
+            arguments=(("dtype", "float32"),),
+            environment=OWN_CACHE,
+            custom_ops=NATIVE_ROPE,
+        ),
+        groups=(LATENT,),
+        hit_tokens=16,
+    ),
     "sliding window": Kind(_spec(2 * MIB, model=models.SLIDING), groups=(WINDOW, WINDOW, FULL)),
     "sliding window, two ranks": Kind(
         _spec(2 * MIB, model=models.SLIDING, ranks=2), groups=(WINDOW, WINDOW, FULL)

@@ -19,10 +19,11 @@ logger = init_logger("vllm.umbp")
 
 def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise a one-sentence `ConfigError` for an engine whose KV cache this version can't keep."""
-    if compat.computes_in_one_piece(vllm_config):
-        _refuse(
-            "latent attention (MLA) on a processor without AMX, where vLLM can't go on from the middle of a "
-            "prompt"
+    if compat.turns_latent_queries_wrongly(vllm_config):
+        raise ConfigError(
+            "UMBP can't serve latent attention (MLA) with vLLM's rotary kernel for processors, whose answers "
+            "change with how much of a prompt is computed at once: start vLLM with --compilation-config "
+            '\'{"custom_ops": ["-rotary_embedding"]}\', or without --enforce-eager'
         )
     reason = compat.unsupported_cache_group(kv_cache_config)
     if reason is not None:

@@ -81,16 +81,15 @@ def cache_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Cach
     )
 
 
-def computes_in_one_piece(vllm_config: VllmConfig) -> bool:
-    """Whether the engine can't go on from a prefix. vLLM's reference for latent attention on processors
-    can't: it answers wrongly there, its own cache's prefixes included. It says so by what it switches off:
-    chunks, and that cache.
+def turns_latent_queries_wrongly(vllm_config: VllmConfig) -> bool:
+    """Whether the engine's answers depend on how many tokens of a prompt are computed at once. vLLM's rotary
+    kernel for processors takes queries as one row a token; latent attention hands it a row a head, and gets
+    another rotation for every number of rows. Compiled engines leave that kernel out, eager ones have it.
     """
     return bool(
         current_platform.is_cpu()
         and vllm_config.model_config.use_mla
-        and not vllm_config.cache_config.enable_prefix_caching
-        and not vllm_config.scheduler_config.enable_chunked_prefill
+        and vllm_config.compilation_config.is_custom_op_enabled("rotary_embedding")
     )
 
 
