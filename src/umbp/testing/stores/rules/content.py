@@ -68,9 +68,11 @@ class ContentRules(StoreRules):
 
         with ThreadPoolExecutor(1) as pool:
             asking = pool.submit(ask)
-            for key, value in objects.items():
-                rig.put({key: value})
-            is_put.set()
+            try:
+                for key, value in objects.items():
+                    rig.put({key: value})
+            finally:
+                is_put.set()
             asking.result()
         for key, value in objects.items():
             self.expect(other.fetch({key: value}), [DONE])

@@ -63,16 +63,22 @@ class LifeRules(StoreRules):
     ) -> None:
         mine = open_rig(make_store())
         objects = {f"{name}{number}": pattern(number, 100_000) for number in range(4)}
-        is_inside = threading.Event()
+        is_inside, is_closed = threading.Event(), threading.Event()
 
-        def call() -> None:
-            outcomes: list[Outcome] = []
-            while set(outcomes) != {BROKEN}:
-                outcomes = mine.put(objects) + mine.fetch(objects) + mine.exists(list(objects))
-                is_inside.set()
+        def call() -> list[Outcome]:
+            """The outcomes of a round that began when the store was closed."""
+            while True:
+                is_last = is_closed.is_set()
+                try:
+                    outcomes = mine.put(objects) + mine.fetch(objects) + mine.exists(list(objects))
+                finally:
+                    is_inside.set()
+                if is_last:
+                    return outcomes
 
         with ThreadPoolExecutor(1) as pool:
             calling = pool.submit(call)
             is_inside.wait()
             mine.store.close()
-            calling.result()
+            is_closed.set()
+            assert set(calling.result()) == {BROKEN}

@@ -1,0 +1,83 @@
+"""What Redis says, as outcomes: no room, another kind of value, a silent server, a password."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from umbp.store.base import Outcome, StoreError
+from umbp.store.redis import RedisSettings, RedisStore
+from umbp.testing.stores.rig import StoreRig
+from umbp.testing.stores.servers import Server, start_redis
+
+DONE, MISS, LATER, BROKEN = Outcome.DONE, Outcome.MISS, Outcome.LATER, Outcome.BROKEN
+
+
+def port_of(server: Server) -> int:
+    return int(server.address.rpartition(":")[2])
+
+
+@pytest.fixture
+def small(needs_redis: None, tmp_path: Path) -> Iterator[Server]:
+    """A server of 4 MiB that makes no room."""
+    server = start_redis(tmp_path / "log", 0, "--maxmemory", "4mb", "--requirepass", "secret")
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UMBP_REDIS_PASSWORD", "secret")
+
+
+@pytest.fixture
+def rig(small: Server, password: None) -> Iterator[StoreRig]:
+    rig = StoreRig(RedisStore(RedisSettings(port=port_of(small), timeout_ms=300)), 8 << 20)
+    yield rig
+    rig.store.close()
+
+
+def test_a_full_server_is_well_and_takes_nothing_now(rig: StoreRig) -> None:
+    outcomes = [rig.put({f"k{number}": bytes(1 << 20)})[0] for number in range(6)]
+    assert set(outcomes) == {DONE, LATER}
+    assert rig.put({"k0": bytes(1 << 20)}) == [LATER]
+    assert rig.fetch({"k0": bytes(1 << 20)}) == [DONE]
+    assert rig.store.probe()
+
+
+def test_what_is_not_an_object_is_a_miss(rig: StoreRig, small: Server) -> None:
+    redis = pytest.importorskip("redis")
+    with redis.Redis(port=port_of(small), password="secret") as client:
+        client.rpush("list", "a", "b")
+    assert rig.get({"list": 10, "absent": 10})[0] == [MISS, MISS]
+
+
+def test_a_silent_server_costs_a_bounded_time_and_is_well_again_at_once(rig: StoreRig, small: Server) -> None:
+    rig.put({"a": b"value"})
+    small.stop()
+    assert rig.exists(["a"]) == [BROKEN]
+    assert not rig.store.probe()
+    small.go_on()
+    assert rig.store.probe()
+    assert rig.fetch({"a": b"value"}) == [DONE]
+
+
+@pytest.mark.parametrize("given", ["", "wrong"])
+def test_a_wrong_password_is_one_sentence_without_it(
+    small: Server, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setenv("UMBP_REDIS_PASSWORD", given)
+    with pytest.raises(StoreError) as caught:
+        RedisStore(RedisSettings(port=port_of(small))).open()
+    assert "secret" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_url_names_the_server_too(small: Server, password: None) -> None:
+    store = RedisStore(RedisSettings(url=f"redis://127.0.0.1:{port_of(small)}/2"))
+    store.open()
+    assert store.probe()
+    assert store.describe()["memory at most"] == "4.00M"
+    store.close()
