@@ -30,7 +30,9 @@ class Outcome(StrEnum):
     LATER = "later"
     """Not now: no room, too much at once, still being written or read. The store itself is well."""
     BROKEN = "broken"
-    """The store doesn't answer, or its connection is of no use any more."""
+    """The store doesn't answer, or its connection is of no use any more. What was asked may be done all the
+    same, now or later: a silent store reads its questions when it goes on.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,235 @@
+"""What Mooncake does when something dies, is silent or is full, and that it costs callers a bounded time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from umbp.errors import InvariantError
+from umbp.store import mooncake, mooncake_codes
+from umbp.store.base import Outcome, StoreError
+from umbp.store.mooncake import MooncakeSettings, MooncakeStore
+from umbp.testing.stores.rig import StoreRig
+from umbp.testing.stores.servers import MortalMooncake, start_node
+
+T = TypeVar("T")
+
+DONE, MISS, LATER, BROKEN = Outcome.DONE, Outcome.MISS, Outcome.LATER, Outcome.BROKEN
+MEMORY_BYTES = 48 << 20
+SILENCE_S = MooncakeSettings(master="a:1").timeout_ms / 1000
+
+
+@pytest.fixture
+def cluster(needs_mooncake: None, tmp_path: Path) -> Iterator[MortalMooncake]:
+    cluster = MortalMooncake(tmp_path, segment_bytes=64 << 20)
+    yield cluster
+    cluster.end()
+
+
+@pytest.fixture
+def rig(cluster: MortalMooncake) -> Iterator[StoreRig]:
+    rig = StoreRig(cluster.connect(), MEMORY_BYTES)
+    yield rig
+    cluster.master.go_on()
+    rig.store.close()
+
+
+def beside(call: Callable[[], T]) -> tuple[T, float, float]:
+    """The call's result, how long it took, and for how long at most this thread stood still meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        begun_s = last_s = time.monotonic()
+        calling = pool.submit(call)
+        still_s = 0.0
+        while not calling.done():
+            threading.Event().wait(0.002)
+            now_s = time.monotonic()
+            still_s, last_s = max(still_s, now_s - last_s), now_s
+        return calling.result(), time.monotonic() - begun_s, still_s
+
+
+def test_every_code_is_an_outcome_and_an_unknown_one_is_broken() -> None:
+    assert mooncake_codes.outcome_of(-12345) is BROKEN
+    assert mooncake_codes.outcome_of_put(-600) is LATER, "a put never misses"
+    assert mooncake_codes.outcome_of_put(-705) is DONE
+    assert mooncake_codes.outcome_of_get(100, 100) is DONE
+    assert mooncake_codes.outcome_of_get(99, 100) is MISS
+    assert mooncake_codes.outcome_of_get(0, 100) is MISS
+    assert mooncake_codes.outcome_of_get(-705, 100) is LATER, "only bytes are done"
+    assert mooncake_codes.outcome_of_exists(-703) is MISS
+    assert mooncake_codes.outcome_of_exists(-901) is BROKEN
+    assert mooncake_codes.outcome_of_remove(-704) is DONE
+    assert mooncake_codes.outcome_of_remove(-703) is LATER
+    for code in mooncake_codes.OUTCOMES:
+        assert mooncake_codes.outcome_of_exists(code) in (DONE, MISS, BROKEN)
+
+
+def test_ranges_under_way_are_bounded_and_a_batch_larger_than_all_goes_alone() -> None:
+    room = mooncake._Room(4, patience_s=0.01)
+    assert room.take(3)
+    assert not room.take(2)
+    assert room.take(1)
+    room.give_back(3)
+    room.give_back(1)
+    assert room.take(9)
+    assert not room.take(1)
+    room.audit()
+    room.give_back(9)
+    room.audit()
+    room.give_back(1)
+    with pytest.raises(InvariantError):
+        room.audit()
+
+
+def test_the_operators_limits_of_time_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "7")
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "")
+    monkeypatch.delenv("MC_TCP_PROGRESS_TIMEOUT_SEC")
+    mooncake.set_environment(1500)
+    assert mooncake.os.environ["MC_RPC_TIMEOUT_MS"] == "7"
+    assert mooncake.os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "2"
+
+
+@pytest.mark.slow
+def test_a_silent_master_costs_its_callers_a_bounded_time_and_nobody_else_any(
+    cluster: MortalMooncake, rig: StoreRig
+) -> None:
+    objects = {"a": b"value" * 100}
+    assert rig.put(objects) == [DONE]
+    cluster.master.stop()
+    calls: list[Callable[[], object]] = [
+        lambda: rig.exists(["a"]),
+        lambda: rig.fetch(objects),
+        lambda: rig.put({"b": b"value"}),
+        lambda: rig.remove(["a"]),
+        lambda: [rig.store.remove_prefix("a")],
+    ]
+    for call in calls:
+        outcomes, took_s, still_s = beside(call)
+        assert outcomes == [BROKEN]
+        assert SILENCE_S * 0.9 < took_s < SILENCE_S * 3
+        assert still_s < SILENCE_S * 0.8, "all of Python stood still"
+    assert not rig.store.probe()
+    cluster.master.go_on()
+    assert rig.store.probe()
+    assert rig.fetch(objects) == [MISS], "it does late what it was asked: the removal"
+    assert rig.put(objects) == rig.fetch(objects) == [DONE]
+
+
+@pytest.mark.slow
+def test_nobody_stands_still_when_a_store_of_a_silent_master_is_opened_or_closed(
+    cluster: MortalMooncake, rig: StoreRig
+) -> None:
+    offering = MooncakeStore(
+        MooncakeSettings(master=cluster.master.address, segment_bytes=16 << 20), serves_memory=True
+    )
+    offering.open()
+    cluster.master.stop()
+
+    def fail_to_open() -> bool:
+        with pytest.raises(StoreError, match="takes no client"):
+            cluster.connect().open()
+        return True
+
+    _, _, still_s = beside(fail_to_open)
+    assert still_s < SILENCE_S * 0.8
+    _, took_s, still_s = beside(offering.close)
+    assert took_s < SILENCE_S * 3
+    assert still_s < SILENCE_S * 0.8
+    assert offering.exists(["a"]) == [BROKEN]
+    leaving = [thread for thread in threading.enumerate() if thread.name == "umbp-mooncake-close"]
+    assert leaving, "a store that can't be left yet waits until it can"
+    cluster.master.go_on()
+    for thread in leaving:
+        thread.join(60)
+        assert not thread.is_alive()
+    offering.audit()
+
+
+@pytest.mark.slow
+def test_closing_beside_a_call_that_hangs_in_a_silent_node_crashes_nothing(
+    cluster: MortalMooncake, rig: StoreRig
+) -> None:
+    store = cluster.connect()
+    mine = StoreRig(store, MEMORY_BYTES)
+    objects = {"a": bytes(1 << 20)}
+    assert mine.put(objects) == [DONE]
+    cluster.node.stop()
+    with ThreadPoolExecutor(1) as pool:
+        hanging = pool.submit(mine.fetch, objects)
+        while not store._inside:
+            threading.Event().wait(0.001)
+        store.close()
+        store.audit()
+        assert store._client is not None, "the call inside still uses it"
+        assert hanging.result() == [BROKEN]
+    assert store._client is None
+    store.audit()
+    cluster.node.go_on()
+
+
+@pytest.mark.slow
+def test_a_node_killed_while_it_is_read_costs_what_it_had_and_a_second_one_takes_its_place(
+    cluster: MortalMooncake, rig: StoreRig, tmp_path: Path
+) -> None:
+    objects = {f"k{number}": bytes([number]) * (2 << 20) for number in range(16)}
+    assert rig.put(objects) == [DONE] * 16
+    killing = threading.Thread(target=cluster.node.kill)
+    killing.start()
+    outcomes: list[Outcome] = []
+    while BROKEN not in outcomes:
+        outcomes = rig.fetch(objects)
+    killing.join()
+    assert rig.store.probe(), "the master is well"
+    second = start_node(cluster.master.address, 64 << 20, tmp_path / "second.log")
+    try:
+        until_s = time.monotonic() + 30
+        number = 0
+        while rig.put({f"new{number}": b"value" * 1000}) != [DONE]:
+            number += 1
+            assert time.monotonic() < until_s
+        assert rig.fetch({f"new{number}": b"value" * 1000}) == [DONE]
+    finally:
+        second.kill()
+
+
+@pytest.mark.slow
+def test_a_full_cluster_takes_nothing_now_while_all_is_leased(cluster: MortalMooncake, rig: StoreRig) -> None:
+    outcomes: list[Outcome] = []
+    for number in range(24):
+        outcomes += rig.put({f"k{number}": bytes(4 << 20)})
+        rig.exists([f"k{number}"])
+    assert {DONE, LATER} == set(outcomes)
+    assert rig.put({"too large": bytes(40 << 20)}) == [LATER]
+    assert rig.store.probe()
+
+
+@pytest.mark.slow
+def test_what_is_being_put_is_neither_read_nor_removed_and_comes(
+    cluster: MortalMooncake, rig: StoreRig
+) -> None:
+    other = StoreRig(cluster.connect(), MEMORY_BYTES)
+    old, new = {"ns:old": b"value" * 100}, {"ns:new": bytes(16 << 20)}
+    assert rig.put(old) == [DONE]
+    cluster.node.stop()
+    with ThreadPoolExecutor(1) as pool:
+        putting = pool.submit(rig.put, new)
+        until_s = time.monotonic() + 10
+        # The only sign that it is under way: it can't be removed.
+        while other.remove(["ns:new"]) != [LATER]:
+            assert time.monotonic() < until_s
+        assert other.exists(["ns:new"]) == [MISS]
+        assert other.store.get(["ns:new"], [other.address], [16 << 20]) == [LATER]
+        assert other.store.remove_prefix("ns:") is DONE
+        assert other.exists(["ns:old", "ns:new"]) == [MISS, MISS]
+        cluster.node.go_on()
+        put = putting.result()
+    if put == [DONE]:
+        assert other.fetch(new) == [DONE]
+    assert rig.put(new) == [DONE]
+    other.store.close()
