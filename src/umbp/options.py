@@ -38,14 +38,12 @@ from umbp.kinds import (
 )
 
 BUILT_IN_MODES = ("embedded", "standalone", "distributed")
+SHARED_MODES = ("standalone", "distributed")
 PLUG_IN = "plug-in"
 """Stands for every mode that is not built in, in `Option.modes`."""
 
-LATER_MODES = ("distributed",)
-"""The built-in modes that this version doesn't have yet."""
-
 LATER_OPTIONS = ("ssd_path", "ssd_capacity_bytes")
-"""The options that it doesn't have yet in any mode."""
+"""The options that this version doesn't have yet."""
 
 EVICTION_POLICIES = ("lru", "hazard")
 DEFAULT_EVICTION_POLICY = "hazard"
@@ -118,7 +116,11 @@ class Options:
     load_async: bool = _option(True, Flag(), "load while the engine goes on with other requests")
     save_decode_cache: bool = _option(False, Flag(), "store blocks of generated tokens as well")
     lookup_async: bool = _option(
-        False, Flag(), "look up beside the scheduler, not in it", default="false (distributed: true)"
+        False,
+        Flag(),
+        "ask the store beside the scheduler's steps, not in them",
+        modes=("distributed", PLUG_IN),
+        default="true (plug-ins: false)",
     )
     lookup_timeout_ms: int = _option(200, Whole(1, 60_000, "ms"), "a lookup that takes longer is a miss")
     min_load_tokens: int | None = _option(
@@ -170,11 +172,15 @@ class Options:
         modes=BUILT_IN_MODES,
     )
     pool: str | None = _option(
-        None, _NAME, "name of the shared pool", modes=("standalone",), required_in="standalone"
+        None,
+        _NAME,
+        "name of the node's shared pool; distributed: without it each worker has a pool of its own",
+        modes=SHARED_MODES,
+        required_in="standalone",
     )
-    pool_dir: str = _option("/dev/shm", _FOLDER, "folder of the pool's file", modes=("standalone",))
+    pool_dir: str = _option("/dev/shm", _FOLDER, "folder of the pool's file", modes=SHARED_MODES)
     namespace_quota: float = _option(
-        1.0, Share(), "share of the shared pool that one namespace may fill", modes=("standalone",)
+        1.0, Share(), "share of the shared pool that one namespace may fill", modes=SHARED_MODES
     )
     store: str | None = _option(
         None,
@@ -258,7 +264,7 @@ def parse_options(extra: Mapping[str, object]) -> Options:
     if not isinstance(extra, Mapping):
         raise ConfigError(f"kv_connector_extra_config must be a JSON object, not {shown(extra)}")
     mode = str(_parse("mode", extra.get("mode", "embedded")))
-    _require_built(mode, extra)
+    _require_built(extra)
     for name in extra:
         if name not in OPTIONS:
             raise ConfigError(f"unknown option {shown(name)}{nearest(name, OPTIONS)}")
@@ -295,14 +301,12 @@ def markdown_table() -> str:
         meaning = row.meaning
         meaning += f"; not together with `{row.excludes}`" if row.excludes else ""
         meaning += f"; needs `{row.needs}`" if row.needs else ""
-        meaning += "; must be given" if row.required_in else ""
-        meaning += "; not in this version yet" if _is_later(name) else ""
+        if row.required_in is not None:
+            where = f"{row.required_in}: " if len(row.modes) > 1 else ""
+            meaning += f"; {where}must be given"
+        meaning += "; not in this version yet" if name in LATER_OPTIONS else ""
         lines.append(f"| `{name}` | {row.kind.hint()} | {default} | {modes} | {meaning} |")
     return "\n".join(lines) + "\n"
-
-
-def _is_later(name: str) -> bool:
-    return name in LATER_OPTIONS or set(OPTIONS[name].modes) <= set(LATER_MODES)
 
 
 def _parse(name: str, value: object) -> object:
@@ -312,11 +316,8 @@ def _parse(name: str, value: object) -> object:
         raise ConfigError(f"option '{name}' {error}") from None
 
 
-def _require_built(mode: str, names: Iterable[object]) -> None:
+def _require_built(names: Iterable[object]) -> None:
     """`ConfigError` for what is planned but not in this version: nothing else about it is worth mending."""
-    if mode in LATER_MODES:
-        built = ", ".join(each for each in BUILT_IN_MODES if each not in LATER_MODES)
-        raise ConfigError(f"mode '{mode}' is not in this version yet; use {built}")
     for name in names:
         if name in LATER_OPTIONS:
             raise ConfigError(f"option '{name}' is not in this version yet; leave it out")
@@ -342,7 +343,6 @@ def _check_together(options: Options) -> None:
 
 def _without_effect(name: str, mode: str) -> str:
     text = f"option '{name}' has no effect in mode '{mode}', only in {', '.join(OPTIONS[name].modes)}"
-    text += ", which is not in this version yet" if _is_later(name) else ""
     return text if mode in BUILT_IN_MODES else text + nearest(mode, BUILT_IN_MODES)
 
 

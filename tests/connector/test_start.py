@@ -134,7 +134,7 @@ def test_what_this_version_can_t_keep_stops_the_start_with_one_sentence_that_nam
         ({"capacity_bytes": 1 << 20, "total_capacity_bytes": 1 << 20}, "exclude"),
         ({"load_async": "true"}, "load_async"),
         ({"mode": "embeded"}, "embedded"),
-        ({"mode": "distributed", "store": "redis"}, "not in this version"),
+        ({"mode": "distributed", "store": "rediss"}, "'redis'"),
         ({"key_namespace": ""}, "key_namespace"),
     ],
 )

@@ -15,7 +15,6 @@ from umbp.errors import ConfigError
 from umbp.kinds import nearest, shown
 from umbp.options import (
     BUILT_IN_MODES,
-    LATER_MODES,
     LATER_OPTIONS,
     OPTIONS,
     Options,
@@ -66,7 +65,6 @@ MODES = ("embedded", "standalone", "distributed", "of-a-plug-in")
 @pytest.fixture
 def whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if everything in the table were in this version."""
-    monkeypatch.setattr(options_module, "LATER_MODES", ())
     monkeypatch.setattr(options_module, "LATER_OPTIONS", ())
 
 
@@ -192,19 +190,8 @@ def test_the_nearest_word_is_found_whatever_its_case_and_given_as_it_is_written(
     assert nearest("zzzzzz", words) == nearest(3, words) == ""
 
 
-def test_the_modes_of_this_version_are_those_that_have_a_runtime() -> None:
-    assert set(BUILT_IN) == set(BUILT_IN_MODES) - set(LATER_MODES)
-
-
-@pytest.mark.parametrize("mode", LATER_MODES)
-@pytest.mark.parametrize("others", [{}, {"pool": "../x"}, {"store": "redis"}, {"capcity_bytes": "1"}])
-def test_a_mode_of_a_later_version_is_refused_before_anything_else_is_asked_for(
-    mode: str, others: dict[str, object]
-) -> None:
-    assert (
-        refused({**others, "mode": mode})
-        == f"mode '{mode}' is not in this version yet; use embedded, standalone"
-    )
+def test_every_built_in_mode_has_a_runtime() -> None:
+    assert set(BUILT_IN) == set(BUILT_IN_MODES)
 
 
 @pytest.mark.parametrize("name", LATER_OPTIONS)
@@ -215,11 +202,6 @@ def test_an_option_of_a_later_version_is_refused_before_its_value_or_companion(
 ) -> None:
     message = refused({"capcity_bytes": 1, "mode": mode, name: value})
     assert message == f"option '{name}' is not in this version yet; leave it out"
-
-
-def test_an_option_of_a_mode_of_a_later_version_says_so() -> None:
-    message = refused({"store": "redis"})
-    assert message.endswith("only in distributed, which is not in this version yet")
 
 
 @pytest.mark.parametrize("name", ["capacity_bytes", "total_capacity_bytes"])
@@ -406,7 +388,7 @@ def test_the_table_has_a_row_for_each_option() -> None:
     assert [row.split("`")[1] for row in rows] == list(OPTIONS)
     assert all(row.count(" | ") == 4 for row in rows)
     later = {name for name, row in zip(OPTIONS, rows, strict=True) if "not in this version yet" in row}
-    assert later == {*LATER_OPTIONS, "store", "store_options"}
+    assert later == set(LATER_OPTIONS)
 
 
 JSON_VALUES = st.recursive(

@@ -218,7 +218,12 @@ class BlockIdentityCodec:
 
     def _rank_prefix(self, rank: Rank) -> str:
         tp, pcp, dcp, pp = rank
-        return f"umbp:vllm:v1:{self.namespace}:tp{tp}:pcp{pcp}:dcp{dcp}:pp{pp}:"
+        return f"{self.namespace_prefix}tp{tp}:pcp{pcp}:dcp{dcp}:pp{pp}:"
+
+    @property
+    def namespace_prefix(self) -> str:
+        """How all keys of the namespace begin, and no other's."""
+        return f"umbp:vllm:v1:{self.namespace}:"
 
     def key(self, block_hash: bytes, group_id: int = 0) -> str:
         return self.key_for_namespace(block_hash, group_id, self.rank)

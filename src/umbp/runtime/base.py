@@ -47,6 +47,8 @@ class Capabilities:
     """Scheduler: `SupportsEvictedKeys`."""
     watch: bool = False
     """Scheduler: `SupportsWatch`."""
+    prepare: bool = False
+    """Scheduler: `SupportsPrepare`."""
     attach: bool = False
     """Both: the scheduler's `SupportsAttach` needs what each worker's `SupportsHandshakeExtra` made."""
     cancel: bool = False
@@ -55,6 +57,8 @@ class Capabilities:
     """Worker: `SupportsUsage`."""
     local: bool = False
     """Worker: a job is copies within this host's memory, so `wait` lasts as long as those and no longer."""
+    local_stores: bool = False
+    """Worker: the same of stores alone; loads may have to come from further away."""
     tier: str = "other"
     """Both: what keeps the objects, in a word, for metrics."""
 
@@ -284,6 +288,34 @@ class SupportsWatch(Protocol):
         """Watched blocks, as group and hash, that some rank has lost by now, by whichever process, `clear`
         included; each once, and not watched any more. One that is there again may be left out.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Blocks of one cache group that a request may load."""
+
+    group_id: int
+    block_hashes: Sequence[bytes]
+    is_chain: bool
+    """A block is of use only where all before it are there."""
+
+
+@runtime_checkable
+class SupportsPrepare(Protocol):
+    """Capability `prepare`, scheduler: some answers take longer than a step may."""
+
+    def prepare(self, request_id: str, wanted: Sequence[Wanted]) -> bool:
+        """Whether lookups and holds of these blocks tell by now all that they can, for a while. False: it is
+        being found out; ask again in the next step. True at the latest when `lookup_timeout_ms` have gone
+        since the first time, with what is known then. Never raises.
+
+        Blocks that weren't prepared lately may be missed, never more.
+        """
+        ...
+
+    def unprepare(self, request_id: str) -> None:
+        """The request doesn't want them any more; one that was not prepared is no error."""
         ...
 
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from umbp.data import KVLayoutDescriptor, Rank, RankTopology, UMBPNamespace
-from umbp.errors import ConfigError, SegmentError
+from umbp.errors import SegmentError
 from umbp.kinds import format_size
 from umbp.options import Options
 from umbp.pool import Pool, PoolHandle, slot_bytes
@@ -45,7 +45,6 @@ class EmbeddedRuntime:
     )
 
     def __init__(self, options: Options) -> None:
-        refuse_unbuilt(options)
         check_node(options.dram_numa_node)
         self._options = options
 
@@ -184,15 +183,3 @@ def warn_of_few_blocks(pool: Pool, groups: GroupRuns, remedy: str) -> None:
             groups.block_count,
             remedy,
         )
-
-
-def refuse_unbuilt(options: Options) -> None:
-    """A value without effect would be found out much later; say so at the start. (The parser refuses what
-    isn't built at all.)
-    """
-    unbuilt = {
-        "lookup_async": options.lookup_async,
-    }
-    for name, is_asked in unbuilt.items():
-        if is_asked:
-            raise ConfigError(f"option '{name}' is not in this version yet; leave it out")

@@ -21,8 +21,9 @@ GROUP = "umbp.runtimes"
 BUILT_IN = {
     "embedded": ("umbp.runtime.embedded", "EmbeddedRuntime"),
     "standalone": ("umbp.runtime.standalone", "StandaloneRuntime"),
+    "distributed": ("umbp.runtime.distributed", "DistributedRuntime"),
 }
-"""The built-in modes that this version has, by module and class."""
+"""The built-in modes, by module and class."""
 
 
 def create_runtime(options: Options) -> IUMBPRuntime:
@@ -32,8 +33,6 @@ def create_runtime(options: Options) -> IUMBPRuntime:
         module, name = BUILT_IN[mode]
         runtime: IUMBPRuntime = getattr(import_module(module), name)(options)
         return runtime
-    if mode in BUILT_IN_MODES:
-        raise ConfigError(f"mode {shown(mode)} is not in this version yet; use {', '.join(BUILT_IN)}")
     return _made_by_plug_in(_plug_in(mode), options)
 
 

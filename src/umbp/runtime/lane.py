@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 
 class Lane:
@@ -30,6 +30,10 @@ class Lane:
         """The jobs that have been started and have not ended."""
         with self._lock:
             return list(self._unfinished)
+
+    def finish_all(self) -> None:
+        """Return when all jobs that have been started have ended."""
+        wait(self.unfinished())
 
     def close(self) -> None:
         """Return when all jobs have ended. Nothing may be started any more."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from umbp.data import LossReason, TransferJobState
 from umbp.errors import ConfigError, SegmentError
 from umbp.pool import CopyStatus, Outcome, Pool, slot_bytes
+from umbp.pool.pool import Tickets
 from umbp.runtime.moves import Move
 from umbp.transfer import Engine
 
@@ -46,6 +47,10 @@ class ObjectMover:
     def pool(self) -> Pool:
         return self._pool
 
+    @property
+    def namespace_id(self) -> int:
+        return self._namespace_id
+
     def use(self, engine: Engine) -> None:
         """Copy by another engine from now on. No job may run."""
         self._engine = engine
@@ -57,7 +62,11 @@ class ObjectMover:
     def load(self, move: Move, fence: object) -> Moved:
         """Fill blocks from the pool. Objects that are absent or damaged are lost, each by itself."""
         tickets, outcomes = self._pool.acquire(move.names)
-        rows = np.flatnonzero(outcomes == Outcome.HIT)
+        return self.load_held(move, tickets, outcomes == Outcome.HIT, fence)
+
+    def load_held(self, move: Move, tickets: Tickets, is_held: npt.NDArray[np.bool_], fence: object) -> Moved:
+        """Fill blocks from objects that are held, and give those back; the others are absent."""
+        rows = np.flatnonzero(is_held)
         held = tickets[rows]
         blocks = np.asarray(move.block_ids, dtype=np.int64)[rows]
         try:
@@ -67,7 +76,8 @@ class ObjectMover:
         finally:
             self._pool.release(held)
         moved = Moved.none_of(move)
-        if len(rows) < len(outcomes):
+        if len(rows) < len(tickets):
+            moved.absent = ~is_held
             moved.error = f"{LossReason.ABSENT}: not stored"
         self._settle_copies(moved, move, rows, statuses)
         damaged = [move.names[row] for row in rows[statuses == CopyStatus.BAD_CHECKSUM].tolist()]
@@ -188,6 +198,8 @@ class Moved:
     copied_bytes: npt.NDArray[np.int64]
     error: str | None = None
     """Why the last of the lost rows was lost, where there are any."""
+    absent: npt.NDArray[np.bool_] | None = None
+    """The rows of a load whose objects the pool does not have, where there are any."""
 
     @classmethod
     def none_of(cls, move: Move) -> Moved:

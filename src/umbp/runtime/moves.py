@@ -54,6 +54,17 @@ class Move:
                 self.tokens,
             )
 
+    def only(self, rows: Sequence[int]) -> Move:
+        """The same for these rows alone."""
+        return Move(
+            self.runs,
+            [self.keys[row] for row in rows],
+            [self.block_ids[row] for row in rows],
+            [self.names[row] for row in rows],
+            None if self.parent_names is None else [self.parent_names[row] for row in rows],
+            self.tokens,
+        )
+
 
 class GroupRuns:
     """The runs of every cache group, and of all groups together, over one registration of KV caches."""
@@ -102,33 +113,35 @@ class GroupRuns:
         for plan in plans:
             runs = _ranged(plan) if plan.ranges else self._group(plan.group_id)
             block_id = 0 if plan.ranges else plan.block_id
-            names = self._names([plan.key])
+            names = self.names([plan.key])
             parents = [_parent_key(names[0], plan.parent_block_hash)]
             yield Move(runs, [plan.key], [block_id], names, parents, self._tokens_of(plan.group_id))
 
     def _batch_moves(self, batch: BlockLoadBatch | BlockStoreBatch) -> Iterator[Move]:
-        names = self._names(batch.keys)
-        parents: Sequence[str | None] | None = None
-        if isinstance(batch, BlockStoreBatch):
-            parents = _parent_names(names, batch)
+        names = self.names(batch.keys)
+        # Loads come in the blocks' order: where one isn't a chain, this is no more than an order.
+        parents = _parent_names(names, batch) if isinstance(batch, BlockStoreBatch) else None
         groups = set(batch.group_ids)
         if len(groups) == 1:
             (group_id,) = groups
+            parents = parents or [None, *names[:-1]]
             tokens = self._tokens_of(group_id)
             yield Move(self._group(group_id), batch.keys, batch.block_ids, names, parents, tokens)
             return
         for group_id in sorted(groups):
             rows = [row for row, group in enumerate(batch.group_ids) if group == group_id]
+            own_names = [names[row] for row in rows]
             yield Move(
                 self._group(group_id),
                 [batch.keys[row] for row in rows],
                 [batch.block_ids[row] for row in rows],
-                [names[row] for row in rows],
-                None if parents is None else [parents[row] for row in rows],
+                own_names,
+                [parents[row] for row in rows] if parents else [None, *own_names[:-1]],
                 self._tokens_of(group_id),
             )
 
-    def _names(self, keys: Sequence[str]) -> Sequence[str]:
+    def names(self, keys: Sequence[str]) -> Sequence[str]:
+        """Under which the pool has these objects."""
         return keys if self._shared_codec is None else self._shared_codec.localize(keys)
 
     def _group(self, group_id: int | None) -> BlockRuns:

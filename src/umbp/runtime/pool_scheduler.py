@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from umbp.data import BlockIdentityCodec, Rank, RankTopology, UMBPNamespace
 from umbp.pool import Outcome, Pool
@@ -41,8 +42,19 @@ class PoolBinding(Protocol):
         ...
 
 
+class Beyond(Protocol):
+    """What is known of a store behind the pools."""
+
+    def knows(self, rank: Rank, group_id: int, block_hashes: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Which of these blocks can be fetched into the rank's pool, as far as is known."""
+        ...
+
+
 class PoolSchedulerHandle:
     """The pools of all ranks as one. Misses everything until `bind_workers`."""
+
+    beyond: Beyond | None = None
+    """What the pools lack and it knows of counts as there by raw hashes; holds protect what pools have."""
 
     def __init__(
         self,
@@ -89,9 +101,35 @@ class PoolSchedulerHandle:
         pools = self._binding.pools()
         present = np.full(len(block_hashes), bool(pools))
         for rank, pool in pools.items():
+            present &= self._found(rank, pool, group_id, block_hashes)
+        answer: list[bool] = present.tolist()
+        return answer
+
+    def _present_here(
+        self, pools: Mapping[Rank, Pool], group_id: int, block_hashes: Sequence[bytes]
+    ) -> list[bool]:
+        present = np.full(len(block_hashes), bool(pools))
+        for rank, pool in pools.items():
             present &= pool.lookup_raw(self._codec.key_prefix(group_id, rank), block_hashes)
         answer: list[bool] = present.tolist()
         return answer
+
+    def _found(
+        self, rank: Rank, pool: Pool, group_id: int, block_hashes: Sequence[bytes]
+    ) -> npt.NDArray[np.bool_]:
+        """Which of these blocks the rank's pool has, or can be given."""
+        is_here = pool.lookup_raw(self._codec.key_prefix(group_id, rank), block_hashes)
+        return is_here if self.beyond is None else self._or_beyond(is_here, rank, group_id, block_hashes)
+
+    def _or_beyond(
+        self, is_here: npt.NDArray[np.bool_], rank: Rank, group_id: int, block_hashes: Sequence[bytes]
+    ) -> npt.NDArray[np.bool_]:
+        rows = np.flatnonzero(~is_here)
+        if self.beyond is None or not len(rows):
+            return is_here
+        is_found = is_here.copy()
+        is_found[rows] = self.beyond.knows(rank, group_id, [block_hashes[row] for row in rows.tolist()])
+        return is_found
 
     def _match(self, pools: Mapping[Rank, Pool], group_id: int, block_hashes: Sequence[bytes]) -> int:
         if not pools:
@@ -100,7 +138,10 @@ class PoolSchedulerHandle:
         for rank, pool in pools.items():
             if not hashes:
                 return 0
-            del hashes[pool.match(self._codec.key_prefix(group_id, rank), hashes) :]
+            if self.beyond is None:
+                del hashes[pool.match(self._codec.key_prefix(group_id, rank), hashes) :]
+            else:
+                del hashes[_leading(self._found(rank, pool, group_id, hashes)) :]
         return len(hashes)
 
     def hold(self, request_id: str, keys: Sequence[str]) -> int:
@@ -137,15 +178,16 @@ class PoolSchedulerHandle:
             prefix = self._codec.key_prefix(group_id, rank)
             tickets, outcomes = pool.acquire_raw(prefix, list(block_hashes[:count]))
             is_hit = outcomes == Outcome.HIT
-            leading = int(np.argmin(is_hit)) if not is_hit.all() else len(is_hit)
-            pool.release(tickets[leading:][is_hit[leading:]])
-            taken.append((pool, tickets[:leading]))
-            count = leading
+            count = _leading(self._or_beyond(is_hit, rank, group_id, block_hashes[:count]))
+            pool.release(tickets[count:][is_hit[count:]])
+            taken.append((pool, tickets[:count]))
         # What a later rank lost since the lookup, the earlier ones need not keep.
         for pool, tickets in taken:
-            pool.release(tickets[count:])
+            pool.release(_given(tickets[count:]))
         if count:
-            self._held.setdefault(request_id, []).extend((pool, tickets[:count]) for pool, tickets in taken)
+            self._held.setdefault(request_id, []).extend(
+                (pool, _given(tickets[:count])) for pool, tickets in taken
+            )
         return count
 
     def unhold(self, request_id: str) -> None:
@@ -184,7 +226,8 @@ class PoolSchedulerHandle:
             self._watched = RemovedKeys(self._codec.key_prefix)
         # Followed before the lookup, so that what goes between it and the learning is told.
         self._watched.follow(pools)
-        present = self.present_raw(group_id, block_hashes)
+        # Told of is what the pools have; what is beyond them goes without telling.
+        present = self._present_here(pools, group_id, block_hashes)
         there = [block for block, is_there in zip(block_hashes, present, strict=True) if is_there]
         if there:
             self._watched.learn(pools, group_id, there)
@@ -236,3 +279,14 @@ class PoolSchedulerHandle:
             )
         found = self._prefixes[prefix]
         return None if found is None else (found[0], found[1] + key[cut:])
+
+
+def _leading(is_there: npt.NDArray[np.bool_]) -> int:
+    """How many are there before the first that isn't."""
+    return len(is_there) if is_there.all() else int(np.argmin(is_there))
+
+
+def _given(tickets: Tickets) -> Tickets:
+    """Without the rows that hold nothing."""
+    given: Tickets = tickets[tickets != 0]
+    return given

@@ -13,9 +13,11 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
+
+import numpy as np
 
 from umbp.data import (
     BlockIdentityCodec,
@@ -30,6 +32,8 @@ from umbp.errors import SegmentError
 from umbp.options import Options
 from umbp.pool import Pool
 from umbp.runtime.base import HandshakeExtra
+from umbp.runtime.far.loads import FarLoads, Missing
+from umbp.runtime.far.side import FarSide
 from umbp.runtime.lane import Lane
 from umbp.runtime.mover import Moved, ObjectMover, settle
 from umbp.runtime.moves import GroupRuns, Move
@@ -94,6 +98,8 @@ class _Note:
     future: Future[None]
     keys: Sequence[str]
     mover: ObjectMover | None
+    stored: Mapping[str, int] = field(default_factory=dict)
+    """Tickets of what a store has written itself, by key."""
     is_published: bool = False
 
 
@@ -109,10 +115,11 @@ class PoolWorkerHandle:
         shared_codec: BlockIdentityCodec | None = None,
         counts_usage: bool = True,
         make_engine: Callable[[Mapping[str, TensorLike], int], Engine] = engine_for,
+        far: FarSide | None = None,
     ) -> None:
         """`shared_codec` gives the keys under which several ranks keep one and the same object;
         `counts_usage` is false where another handle reports the same pool; `make_engine` takes the KV caches
-        and a number of threads.
+        and a number of threads; `far` is closed with the handle.
         """
         self._options = options
         self._layout = layout
@@ -125,10 +132,17 @@ class PoolWorkerHandle:
         self._mover: ObjectMover | None = None
         self._loader = Lane("umbp-load", _use_free_cores)
         self._storer = Lane("umbp-store", _use_free_cores)
+        self._far = far
+        self._far_loads = None if far is None else FarLoads(far, self._loader)
         self._notes: weakref.WeakKeyDictionary[TransferJobState, _Note] = weakref.WeakKeyDictionary()
         self._evicted = dict.fromkeys(_EVICTIONS, 0)
         self._evicted_before = dict.fromkeys(_EVICTIONS, 0)
         self._is_closed = False
+
+    @property
+    def far(self) -> FarSide | None:
+        """What stands behind the pool."""
+        return self._far
 
     def register_buffers(self, kv_caches: Mapping[str, TensorLike]) -> None:
         groups = GroupRuns(self._layout, kv_caches, self._shared_codec)
@@ -187,6 +201,9 @@ class PoolWorkerHandle:
         if lost:
             job.completed_keys.difference_update(lost)
             job.fail(lost, reason)
+        if self._far is not None and self._groups is not None:
+            new = [key for key in note.stored if key not in set(lost)]
+            self._far.offer(note.mover.pool, self._groups.names(new))
 
     def usage(self) -> Mapping[str, float]:
         # Looked at in any case: a pool that was replaced is left, and its memory goes, without a transfer.
@@ -206,13 +223,17 @@ class PoolWorkerHandle:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._far_loads is not None:
+            self._loader.finish_all()
+            self._far_loads.close()
         self._loader.close()
         self._storer.close()
         if self._mover is not None:
             self._mover.close()
         if self._engine is not None:
             self._engine.close()
-        self._keeper.close()
+        if self._far is None or self._far.close():
+            self._keeper.close()
         self._groups = None
 
     def audit(self) -> None:
@@ -237,16 +258,19 @@ class PoolWorkerHandle:
             at_once.set_result(None)
             self._notes[job] = _Note(direction, at_once, keys, None)
             return job
-        if direction == "load":
+        stored: dict[str, int] = {}
+        if direction == "load" and self._far is None:
             turns = self._in_turns(job, self._groups, partial(mover.load, fence=mover.fence()))
             future = self._loader.start(turns)
+        elif direction == "load":
+            future = Future()
+            self._loader.start(self._load_in_turns(job, self._groups, mover, future))
         else:
-            stored: dict[str, int] = {}
             store = partial(_store, mover, mover.fence(), stored)
             # Whoever forgets a store without publishing it must not keep its slots.
             weakref.finalize(job, mover.abandon_forgotten, stored).atexit = False
             future = self._storer.start(self._in_turns(job, self._groups, store))
-        self._notes[job] = _Note(direction, future, keys, mover)
+        self._notes[job] = _Note(direction, future, keys, mover, stored)
         return job
 
     def _why_nothing_moves(self) -> str:
@@ -274,6 +298,8 @@ class PoolWorkerHandle:
     def _retire(self, mover: ObjectMover, engine: Engine) -> None:
         """Leave a pool that has been replaced once its last job has ended."""
         loads, stores = self._loader.unfinished(), self._storer.unfinished()
+        if self._far_loads is not None:
+            loads += self._far_loads.unfinished()
 
         def leave() -> Iterator[None]:
             while not all(store.done() for store in stores):
@@ -282,7 +308,10 @@ class PoolWorkerHandle:
                 load.result()
             mover.close()
             engine.leave(mover.pool)
-            mover.pool.close()
+            if self._far is None:
+                mover.pool.close()
+            else:
+                self._far.leave(mover.pool, mover.pool.close)
 
         self._storer.start(leave())
 
@@ -308,6 +337,35 @@ class PoolWorkerHandle:
             logger.exception("UMBP: a transfer of %d objects broke", len(job.keys))
             error = str(broken)
         settle(job, moves, error)
+
+    def _load_in_turns(
+        self, job: TransferJobState, groups: GroupRuns, mover: ObjectMover, done: Future[None]
+    ) -> Iterator[None]:
+        """A load that goes on beyond the pool with what that lacks."""
+        assert self._far is not None
+        assert self._far_loads is not None
+        fence, deadline_s = mover.fence(), self._far.deadline_s()
+        moves: list[Moved] = []
+        missing: list[Missing] = []
+        error = None
+        try:
+            for move in groups.moves(job.plans):
+                for part in move.parts(TURN_BYTES):
+                    if moves:
+                        yield
+                    moved = mover.load(part, fence)
+                    moves.append(moved)
+                    if moved.absent is not None:
+                        rows = np.flatnonzero(moved.absent)
+                        missing.append(Missing(moved, rows, part.only(rows.tolist())))
+        except Exception as broken:
+            logger.exception("UMBP: a load of %d objects broke", len(job.keys))
+            error = str(broken)
+        if missing and error is None:
+            self._far_loads.finish(job, moves, missing, mover, fence, deadline_s, done)
+            return
+        settle(job, moves, error)
+        done.set_result(None)
 
 
 def _store(mover: ObjectMover, fence: object, tickets: dict[str, int], move: Move) -> Moved:

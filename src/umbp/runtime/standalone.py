@@ -27,7 +27,6 @@ from umbp.pool.sharing import pool_path
 from umbp.runtime.base import Capabilities, HandshakeExtra
 from umbp.runtime.embedded import (
     lookup_patience_s,
-    refuse_unbuilt,
     require_all_ranks,
     warn_of_few_blocks,
 )
@@ -69,7 +68,6 @@ class StandaloneRuntime:
     )
 
     def __init__(self, options: Options) -> None:
-        refuse_unbuilt(options)
         check_node(options.dram_numa_node)
         assert options.pool is not None, "the options require a name in this mode"
         self._options = options
@@ -78,7 +76,7 @@ class StandaloneRuntime:
     def create_scheduler_handle(
         self, namespace: UMBPNamespace, topology: RankTopology, layout: KVLayoutDescriptor
     ) -> PoolSchedulerHandle:
-        stored_as = {rank: _standing_for(rank, layout) for rank in topology.all_namespaces()}
+        stored_as = {rank: standing_for(rank, layout) for rank in topology.all_namespaces()}
         binding = SharedBinding(
             self._path, namespace, topology, set(stored_as.values()), lookup_patience_s(self._options)
         )
@@ -88,7 +86,7 @@ class StandaloneRuntime:
         self, namespace: UMBPNamespace, topology: RankTopology, layout: KVLayoutDescriptor
     ) -> PoolWorkerHandle:
         rank = topology.local_namespace
-        standing = _standing_for(rank, layout)
+        standing = standing_for(rank, layout)
         tp, pcp, dcp, pp = standing
         first = topology.all_namespaces()[0]
         return PoolWorkerHandle(
@@ -102,7 +100,7 @@ class StandaloneRuntime:
         )
 
 
-def _standing_for(rank: Rank, layout: KVLayoutDescriptor) -> Rank:
+def standing_for(rank: Rank, layout: KVLayoutDescriptor) -> Rank:
     """The first of the ranks that hold the same KV as this one; objects are stored under its keys.
 
     Prefill-context ranks share out the computing alone; decode context is what cuts KV between ranks.

@@ -159,7 +159,7 @@ class SchedulerSide:
         if self._stores_before_reset:
             return 0, False
         tokens = self._matcher.match(state, computed_tokens)
-        return tokens, tokens > 0 and self._load_async
+        return tokens, bool(tokens) and self._load_async
 
     def admit(self, request: Request, tables: Sequence[list[int]], external_tokens: int) -> None:
         """The engine has blocks for the request, by cache group, and wants `external_tokens` of what was

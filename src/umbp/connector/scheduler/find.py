@@ -9,6 +9,7 @@ from umbp.connector.groups import CacheGroup, CacheShape, GroupKind
 from umbp.connector.hits import HitRules
 from umbp.connector.scheduler.account import Quarantine
 from umbp.connector.scheduler.pool_view import PoolView
+from umbp.runtime.base import Wanted
 
 FIND_TRIES = 4
 """How often a hit is looked for anew, each time a shorter one, when a part of it goes before it is held."""
@@ -16,6 +17,10 @@ FIND_TRIES = 4
 
 class PrefixFinder(Protocol):
     """Finds what is stored beyond the engine's own hit."""
+
+    def wanted(self, block_hashes: Sequence[bytes], start: int, limit: int) -> Sequence[Wanted]:
+        """The blocks that `hold` would ask for."""
+        ...
 
     def hold(self, owner: str, block_hashes: Sequence[bytes], start: int, limit: int) -> int:
         """The token at which the longest hit ends, at most `limit`, where the engine has the first `start`
@@ -33,6 +38,11 @@ class ChainFinder:
         self._pool = pool
         self._quarantine = quarantine
         self._dropped_blocks = int(self._group.drops_last_block)
+
+    def wanted(self, block_hashes: Sequence[bytes], start: int, limit: int) -> Sequence[Wanted]:
+        tokens = self._group.block_tokens
+        names = self._group.names(block_hashes)[start // tokens : limit // tokens]
+        return [Wanted(self._group.group_id, names, is_chain=True)]
 
     def hold(self, owner: str, block_hashes: Sequence[bytes], start: int, limit: int) -> int:
         tokens = self._group.block_tokens
@@ -57,6 +67,18 @@ class GroupsFinder:
         self._rules = rules
         # Those that need all blocks tell soonest how far a hit can reach.
         self._by_reach = sorted(shape.groups, key=lambda group: group.kind is not GroupKind.FULL)
+
+    def wanted(self, block_hashes: Sequence[bytes], start: int, limit: int) -> Sequence[Wanted]:
+        return [
+            Wanted(
+                group.group_id,
+                group.names(block_hashes)[
+                    start // group.block_tokens : self._last_looked_at(group, limit, limit)
+                ],
+                is_chain=group.kind is GroupKind.FULL,
+            )
+            for group in self._by_reach
+        ]
 
     def hold(self, owner: str, block_hashes: Sequence[bytes], start: int, limit: int) -> int:
         for _ in range(FIND_TRIES):

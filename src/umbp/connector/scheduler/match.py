@@ -29,8 +29,9 @@ class Matcher:
         self._reads = reads
         self._owners = itertools.count()
 
-    def match(self, state: RequestState, computed_tokens: int) -> int:
-        """Tokens that can be loaded beyond `computed_tokens`; at least one token is left to compute.
+    def match(self, state: RequestState, computed_tokens: int) -> int | None:
+        """Tokens that can be loaded beyond `computed_tokens`; at least one token is left to compute. None:
+        that is being found out, ask again in the next step.
 
         A positive answer is a promise: the objects stay in the pool until `withdraw` or until their load
         ends.
@@ -44,14 +45,28 @@ class Matcher:
         limit = min(request.num_tokens - 1, hashed_tokens) // self._shape.hit_tokens * self._shape.hit_tokens
         answer = state.answer
         if answer is None or answer.local_tokens != computed_tokens or answer.limit_tokens != limit:
+            if self._pool.prepares and not self._is_prepared(state, computed_tokens, limit):
+                return None
             answer = Answer(computed_tokens, limit, self._promise(state, computed_tokens, limit))
             state.answer = answer
         return answer.tokens
 
+    def _is_prepared(self, state: RequestState, start: int, limit: int) -> bool:
+        if limit <= start or self._still_serves(state, start, limit):
+            return True
+        state.is_prepared = True
+        wanted = self._finder.wanted(state.request.block_hashes, start, limit)
+        return self._pool.prepare(state.request.request_id, wanted)
+
+    @staticmethod
+    def _still_serves(state: RequestState, start: int, limit: int) -> bool:
+        promise = state.promise
+        return promise is not None and start >= promise.start and limit >= promise.end
+
     def _promise(self, state: RequestState, start: int, limit: int) -> int:
         """Tokens from `start` that are promised, at most up to `limit`; keeps a promise that still serves."""
         promise = state.promise
-        if promise is None or start < promise.start or limit < promise.end:
+        if not self._still_serves(state, start, limit):
             self.withdraw(state)
             promise = self._hold(state, start, limit)
         tokens = 0 if promise is None else promise.end - start
@@ -73,6 +88,9 @@ class Matcher:
     def withdraw(self, state: RequestState) -> None:
         """Give back what was promised to this request and not handed over to a load."""
         state.answer = None
+        if state.is_prepared:
+            self._pool.unprepare(state.request.request_id)
+            state.is_prepared = False
         if state.promise is not None:
             self._pool.unhold(state.promise.owner)
             state.promise = None

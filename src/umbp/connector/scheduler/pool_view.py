@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from umbp.connector.scheduler.stage import Reports, Stage, namespace_of
 from umbp.data import BlockIdentityCodec, EngineTopology
 from umbp.errors import ConfigError
-from umbp.runtime.base import IUMBPRuntime, capabilities_of
+from umbp.runtime.base import IUMBPRuntime, Wanted, capabilities_of
 
 logger = init_logger("vllm.umbp")
 
@@ -87,6 +87,26 @@ class PoolView:
             self._codec = self._stages[0].codec
         for stage in self._stages:
             stage.bind(reports)
+
+    @property
+    def prepares(self) -> bool:
+        """Whether questions may take longer than a step: then `prepare` comes before them."""
+        return self._can.prepare
+
+    def prepare(self, owner: str, wanted: Sequence[Wanted]) -> bool:
+        """Whether all that can be told of these blocks is known by now; else to be asked again in the next
+        step. Each stage finds out by itself.
+        """
+        if not self._can.prepare:
+            return True
+        ready = [self._ask(partial(stage.prepare, owner, wanted), True) for stage in self._stages]
+        return all(ready)
+
+    def unprepare(self, owner: str) -> None:
+        """Nobody waits for what was to be prepared for `owner`."""
+        if self._can.prepare:
+            for stage in self._stages:
+                self._ask(partial(stage.handle.unprepare, owner), None)
 
     def present(self, group_id: int, hashes: Sequence[bytes]) -> int:
         """How many leading blocks of a cache group every rank has at this moment."""

@@ -12,7 +12,7 @@ from typing import Any
 from umbp.connector.wire import UMBPHandshakeMetadata, UMBPPoolHandshakeMetadata
 from umbp.data import BlockIdentityCodec, EngineTopology, KVLayoutDescriptor, Rank, UMBPNamespace
 from umbp.errors import ConfigError
-from umbp.runtime.base import Capabilities, IUMBPRuntime
+from umbp.runtime.base import Capabilities, IUMBPRuntime, Wanted
 
 Reports = Mapping[Rank, UMBPHandshakeMetadata]
 """What each rank's worker told."""
@@ -65,6 +65,11 @@ class Stage:
     def block_bytes(self, group_id: int) -> int:
         """Bytes of one block's objects on all ranks of the stage, as far as they were told."""
         return self._block_bytes[group_id]
+
+    def prepare(self, owner: str, wanted: Sequence[Wanted]) -> bool:
+        """Whether what can be told of these is known; the stage has no blocks of some groups."""
+        own = [one for one in wanted if one.block_hashes and self.keeps(one.group_id)]
+        return not own or bool(self.handle.prepare(owner, own))
 
     def present(self, group_id: int, hashes: Sequence[bytes]) -> int:
         """How many leading blocks of a cache group every rank has at this moment."""

@@ -41,6 +41,8 @@ class RequestState:
     tracker: RequestTracker = field(default_factory=RequestTracker)
     answer: Answer | None = None
     promise: Promise | None = None
+    is_prepared: bool = False
+    """The runtime was asked to find out what is stored of it, and may still be at it."""
     local_tokens: int = 0
     """What the engine had itself when it last asked."""
     passed_tokens: int = 0

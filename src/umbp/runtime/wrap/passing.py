@@ -38,6 +38,7 @@ class AnyScheduler(
     base.SupportsNote,
     base.SupportsEvictedKeys,
     base.SupportsWatch,
+    base.SupportsPrepare,
     base.SupportsAttach,
     Protocol,
 ):
@@ -98,6 +99,12 @@ class PassingSchedulerHandle:
 
     def take_lost(self) -> Sequence[tuple[int, bytes]]:
         return self._inner.take_lost()
+
+    def prepare(self, request_id: str, wanted: Sequence[base.Wanted]) -> bool:
+        return self._inner.prepare(request_id, wanted)
+
+    def unprepare(self, request_id: str) -> None:
+        self._inner.unprepare(request_id)
 
     def bind_workers(self, extras: Mapping[Rank, HandshakeExtra]) -> None:
         self._inner.bind_workers(extras)

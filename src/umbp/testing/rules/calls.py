@@ -31,6 +31,7 @@ class CallsContract(ContractSupport):
             (stated.note, base.SupportsNote),
             (stated.evicted_keys, base.SupportsEvictedKeys),
             (stated.watch, base.SupportsWatch),
+            (stated.prepare, base.SupportsPrepare),
             (stated.attach, base.SupportsAttach),
         ]
         worker_extras = [

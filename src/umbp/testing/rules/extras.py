@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import cast
 
@@ -223,6 +224,32 @@ class ExtrasContract(ContractSupport):
         assert list(teller.watch(0, [block])) == [is_watched]
         assert rig.scheduler.clear()
         assert list(teller.take_lost()) == ([(0, block)] if is_watched else [])
+
+    @pytest.mark.parametrize("tp_size", [1, 2])
+    def test_what_was_prepared_is_found_by_raw_hashes(
+        self, make_rig: Callable[..., Rig], tp_size: int
+    ) -> None:
+        rig = self.rig_of(make_rig, tp_size)
+        self.needs(rig, "prepare")
+        asker = cast(base.SupportsPrepare, rig.scheduler)
+        chain, absent = hashes(5), hashes(2, "absent")
+        there = self.put(rig, chain)
+        wanted = [base.Wanted(0, [*chain, *absent], is_chain=True), base.Wanted(0, [], is_chain=False)]
+        deadline = time.monotonic() + 30
+        while not asker.prepare("r", wanted):
+            assert time.monotonic() < deadline, "what is to be prepared is never known"
+        assert asker.prepare("r", wanted), "what is known was forgotten at once"
+        assert asker.prepare("nothing", [])
+        if rig.capabilities.presence:
+            by_hash = cast(base.SupportsPresence, rig.scheduler)
+            told = list(by_hash.present_raw(0, [*chain, *absent]))
+            found = [block for block, is_there in zip(chain, told, strict=False) if is_there]
+            assert set(rig.keys(found)) <= there
+            assert told[len(chain) :] == [False, False]
+            assert self.may_fail or self.stores_nothing or found == chain
+        asker.unprepare("r")
+        asker.unprepare("r")
+        asker.unprepare("nobody")
 
     def test_an_unbound_scheduler_misses_everything(self, rig: Rig) -> None:
         self.needs(rig, "attach")

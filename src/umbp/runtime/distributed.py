@@ -1,0 +1,134 @@
+"""The distributed runtime: node pools with a cluster store behind them.
+
+Each engine keeps what it stores and loads in a node pool, its own or one that the node's engines share; what
+is published there goes out to the store in the background, and what the pool lacks is fetched into it. So
+whatever an engine has computed any engine of the cluster can restore, as far as the store keeps it: nothing
+that it promises is relied upon.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from umbp.data import BlockIdentityCodec, KVLayoutDescriptor, Rank, RankTopology, UMBPNamespace
+from umbp.options import Options
+from umbp.pool.memory import check_node
+from umbp.pool.sharing import pool_path
+from umbp.runtime.base import Capabilities
+from umbp.runtime.embedded import OwnPool, WorkersPools, lookup_patience_s
+from umbp.runtime.far.scheduler import Clearing, DistributedSchedulerHandle
+from umbp.runtime.far.worker import WorkerFar
+from umbp.runtime.pool_scheduler import PoolBinding
+from umbp.runtime.pool_worker import PoolKeeper, PoolWorkerHandle
+from umbp.runtime.standalone import SharedBinding, SharedKeeper, standing_for
+from umbp.store.base import ClusterStore
+from umbp.store.factory import create_store
+from umbp.store.gate import StoreGate
+
+logger = logging.getLogger("vllm.umbp")
+
+START_TIMEOUT_S = 30.0
+"""How long a start waits for the store."""
+
+
+class MakeStore(Protocol):
+    """Makes a connection to the store that the options name; `ConfigError` for wrong settings."""
+
+    def __call__(self, options: Options, *, serves_memory: bool) -> ClusterStore: ...
+
+
+class DistributedRuntime:
+    """Mode `distributed`."""
+
+    capabilities = Capabilities(
+        hold=True,
+        lookup_raw=True,
+        presence=True,
+        note=True,
+        evicted_keys=True,
+        watch=True,
+        prepare=True,
+        attach=True,
+        usage=True,
+        local_stores=True,
+        tier="dram",
+    )
+
+    def __init__(self, options: Options, make_store: MakeStore = create_store) -> None:
+        """`make_store` gives one connection, not opened yet; it is told whether the process that asks has
+        objects to offer memory for.
+        """
+        check_node(options.dram_numa_node)
+        self._options = options
+        self._make_store = make_store
+        self._path = None if options.pool is None else pool_path(options.pool_dir, options.pool)
+        # Wrong settings are told before anything is made.
+        self._traits = make_store(options, serves_memory=False).traits
+
+    def create_scheduler_handle(
+        self, namespace: UMBPNamespace, topology: RankTopology, layout: KVLayoutDescriptor
+    ) -> DistributedSchedulerHandle:
+        options = self._options
+        clearing = Clearing(namespace)
+        gate = self._open_gate(serves_memory=False, before_return=clearing)
+        binding, stored_as = self._binding(namespace, topology, layout)
+        return DistributedSchedulerHandle(
+            namespace,
+            topology,
+            binding,
+            stored_as,
+            gate,
+            clearing,
+            timeout_s=options.lookup_timeout_ms / 1000,
+            lease_s=self._traits.lease_s,
+            is_async=options.lookup_async,
+        )
+
+    def _open_gate(self, *, serves_memory: bool, before_return: Callable[[ClusterStore], bool]) -> StoreGate:
+        def connect() -> ClusterStore:
+            return self._make_store(self._options, serves_memory=serves_memory)
+
+        gate = StoreGate(self._traits.name, connect, before_return=before_return)
+        gate.open(START_TIMEOUT_S)
+        return gate
+
+    def _binding(
+        self, namespace: UMBPNamespace, topology: RankTopology, layout: KVLayoutDescriptor
+    ) -> tuple[PoolBinding, dict[Rank, Rank] | None]:
+        patience_s = lookup_patience_s(self._options)
+        if self._path is None:
+            return WorkersPools(namespace, topology, patience_s), None
+        stored_as = {rank: standing_for(rank, layout) for rank in topology.all_namespaces()}
+        stored_ranks = set(stored_as.values())
+        return SharedBinding(self._path, namespace, topology, stored_ranks, patience_s), stored_as
+
+    def create_worker_handle(
+        self, namespace: UMBPNamespace, topology: RankTopology, layout: KVLayoutDescriptor
+    ) -> PoolWorkerHandle:
+        options = self._options
+        rank = topology.local_namespace
+        standing = rank if self._path is None else standing_for(rank, layout)
+        tp, pcp, dcp, pp = standing
+        keeper: PoolKeeper = (
+            OwnPool(options, namespace, topology.rank_count)
+            if self._path is None
+            else SharedKeeper(options, self._path, namespace)
+        )
+        far = WorkerFar(
+            lambda repay: self._open_gate(serves_memory=True, before_return=repay),
+            self._traits,
+            timeout_s=options.timeout_ms / 1000,
+            has_checksums=options.verify != "off",
+        )
+        first = topology.all_namespaces()[0]
+        return PoolWorkerHandle(
+            options,
+            # Whoever of those that hold the first rank's KV is quickest stores it for all.
+            layout.counted_if(standing == first),
+            keeper,
+            shared_codec=None if standing == rank else BlockIdentityCodec(namespace, tp, pp, pcp, dcp),
+            counts_usage=self._path is None or rank == first,
+            far=far,
+        )

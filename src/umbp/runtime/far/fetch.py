@@ -1,0 +1,254 @@
+"""From the store into a pool's slots: checked, published, and held for whoever asked."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from umbp.data import LossReason
+from umbp.errors import SegmentError
+from umbp.pool import Outcome, Pool, SealStatus
+from umbp.pool.pool import Tickets
+from umbp.runtime.far.counts import FarCounts
+from umbp.runtime.moves import Move
+from umbp.store import base
+from umbp.store.base import ClusterStore
+from umbp.store.gate import Call, StoreGate, StoreUnavailable
+
+OTHERS_S = 0.25
+"""How long another process is waited for, which may be fetching an object, or storing it."""
+
+CALLS_AT_ONCE = 2
+"""Batches of one fetch that are under way together: while one is checked the next one comes."""
+
+FIRST_PAUSE_S = 0.001
+LONGEST_PAUSE_S = 0.02
+"""How long to leave a slot that somebody else is filling, before looking again."""
+
+Rows = npt.NDArray[np.intp]
+
+
+@dataclass(slots=True)
+class Brought:
+    """What a pool has of some names by now, row by row."""
+
+    tickets: Tickets
+    is_held: npt.NDArray[np.bool_]
+    """The caller gives these back."""
+    error: str | None = None
+    """Why the last of the others isn't there, beginning with a `LossReason`."""
+
+
+class Fetcher:
+    """Brings objects of one namespace into one pool. Threads may call it side by side, for the same names
+    too: one of them fetches, the others wait for it.
+    """
+
+    def __init__(
+        self,
+        gate: StoreGate,
+        traits: base.StoreTraits,
+        pool: Pool,
+        namespace_id: int,
+        counts: FarCounts,
+        *,
+        has_checksums: bool,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._gate = gate
+        self._traits = traits
+        self._pool = pool
+        self._namespace_id = namespace_id
+        self._counts = counts
+        self._has_checksums = has_checksums
+        self._fetching: set[str] = set()
+        self._clock = clock
+        self._pause = pause
+
+    def bring(self, move: Move, deadline_s: float) -> Brought:
+        """Get a move's objects, under its names. Returns at `deadline_s` of the clock, or soon after; what has not come by then isn't there."""
+        names = move.names
+        brought = Brought(np.zeros(len(names), dtype=np.uint64), np.zeros(len(names), dtype=np.bool_))
+        rows: Rows = np.arange(len(names))
+        pause_s = FIRST_PAUSE_S
+        others_until_s = min(self._clock() + OTHERS_S, deadline_s)
+        try:
+            while True:
+                rows = self._hold(names, rows, brought)
+                if not len(rows):
+                    return brought
+                rows, others = self._reserve_and_fetch(move, rows, brought, deadline_s)
+                if len(rows):
+                    # Published by this fetch a moment ago, or by somebody before it could.
+                    rows = self._hold(names, rows, brought)
+                    if len(rows):
+                        brought.error = f"{LossReason.ABSENT}: evicted as soon as it was fetched"
+                if not len(others):
+                    return brought
+                is_here = not self._fetching.isdisjoint(names[row] for row in others.tolist())
+                if self._clock() >= (deadline_s if is_here else others_until_s):
+                    brought.error = f"{LossReason.BUSY}: somebody else was still fetching or storing it"
+                    return brought
+                self._pause(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                rows = others
+        except BaseException:
+            self._pool.release(brought.tickets[brought.is_held])
+            raise
+
+    def _hold(self, names: Sequence[str], rows: Rows, brought: Brought) -> Rows:
+        """Hold what is there; the rows that are not."""
+        tickets, outcomes = self._pool.acquire([names[row] for row in rows.tolist()])
+        is_hit = outcomes == Outcome.HIT
+        brought.tickets[rows[is_hit]] = tickets[is_hit]
+        brought.is_held[rows[is_hit]] = True
+        missing: Rows = rows[~is_hit]
+        return missing
+
+    def _reserve_and_fetch(
+        self, move: Move, rows: Rows, brought: Brought, deadline_s: float
+    ) -> tuple[Rows, Rows]:
+        """The rows that are published now, and those that others are at; the rest is lost."""
+        part = move.only(rows.tolist())
+        wanted = part.names
+        tickets, outcomes = self._pool.reserve(
+            self._namespace_id, wanted, part.runs.object_bytes, part.parent_names, part.tokens
+        )
+        is_mine = outcomes == Outcome.RESERVED
+        is_published = outcomes == Outcome.EXISTS
+        if is_mine.any():
+            mine = np.flatnonzero(is_mine)
+            own = [wanted[row] for row in mine.tolist()]
+            # One operation each, so that other threads see them whole.
+            self._fetching.update(own)
+            try:
+                is_published[mine], error = self._fetch(own, tickets[mine], deadline_s)
+            finally:
+                self._fetching.difference_update(own)
+            brought.error = error or brought.error
+        is_others = (outcomes == Outcome.BUSY) | (outcomes == Outcome.NOT_NOW)
+        refused = np.flatnonzero(~is_mine & ~is_others & (outcomes != Outcome.EXISTS))
+        if len(refused):
+            brought.error = f"{LossReason.FULL}: no room ({Outcome(outcomes[refused[-1]]).name.lower()})"
+        return rows[is_published], rows[is_others]
+
+    def _fetch(
+        self, names: Sequence[str], tickets: Tickets, deadline_s: float
+    ) -> tuple[npt.NDArray[np.bool_], str | None]:
+        """Fill reserved slots and publish them; which of them are published. All tickets are given back,
+        those of a call that hangs as soon as it returns.
+        """
+        addresses, lengths = self._pool.sealed_ranges(tickets)
+        is_done = np.zeros(len(names), dtype=np.bool_)
+        calls: deque[tuple[slice, Call[Sequence[base.Outcome]]]] = deque()
+        error: str | None = None
+        parts = batches(lengths, self._traits)
+        try:
+            for part in parts:
+                calls.append(
+                    (
+                        part,
+                        self._start(names[part], addresses[part], lengths[part], tickets[part], deadline_s),
+                    )
+                )
+                if len(calls) >= CALLS_AT_ONCE:
+                    error = self._end(names, tickets, is_done, *calls.popleft()) or error
+            while calls:
+                error = self._end(names, tickets, is_done, *calls.popleft()) or error
+        finally:
+            for _, call in calls:
+                call.give_up()
+        return is_done, error
+
+    def _end(
+        self,
+        names: Sequence[str],
+        tickets: Tickets,
+        is_done: npt.NDArray[np.bool_],
+        part: slice,
+        call: Call[Sequence[base.Outcome]],
+    ) -> str | None:
+        try:
+            outcomes = call.result()
+        except StoreUnavailable as unavailable:
+            return f"{LossReason.GONE}: {unavailable}"
+        is_done[part], error = self._admit(names[part], tickets[part], outcomes)
+        return error
+
+    def _start(
+        self,
+        names: Sequence[str],
+        addresses: npt.NDArray[np.uint64],
+        lengths: npt.NDArray[np.uint64],
+        tickets: Tickets,
+        deadline_s: float,
+    ) -> Call[Sequence[base.Outcome]]:
+        def get(store: ClusterStore) -> Sequence[base.Outcome]:
+            return store.get(names, addresses.tolist(), lengths.tolist())
+
+        def late(_: object) -> None:
+            # Until now the store could write to these slots.
+            with contextlib.suppress(SegmentError):
+                self._pool.abandon(tickets)
+
+        return self._gate.start(get, max(deadline_s - self._clock(), 0.0), late)
+
+    def _admit(
+        self, names: Sequence[str], tickets: Tickets, outcomes: Sequence[base.Outcome]
+    ) -> tuple[npt.NDArray[np.bool_], str | None]:
+        """Publish what has come and is what it should be."""
+        has_come = np.array([outcome is base.Outcome.DONE for outcome in outcomes], dtype=np.bool_)
+        error = None
+        lost = [outcome for outcome in outcomes if outcome is not base.Outcome.DONE]
+        if lost:
+            error = f"{_REASONS[lost[-1]]}: the store answered {lost[-1]}"
+        rows = np.flatnonzero(has_come)
+        seals = self._pool.check_seal(
+            tickets[rows], [names[row] for row in rows.tolist()], checksum=self._has_checksums
+        )
+        is_good = seals == SealStatus.OK
+        if not is_good.all():
+            damaged = [names[row] for row in rows[~is_good].tolist()]
+            error = f"{LossReason.DAMAGED}: {SealStatus(seals[~is_good][-1]).name.lower()}"
+            self._counts.add("fetch_damaged_objects", len(damaged))
+            self._remove(damaged)
+        good = rows[is_good]
+        published = np.zeros(len(names), dtype=np.bool_)
+        published[good] = self._pool.publish(tickets[good]) == Outcome.PUBLISHED
+        if not published[good].all():
+            error = f"{LossReason.CLEARED}: while it was fetched"
+        self._pool.abandon(tickets[~published])
+        self._counts.add("fetched_objects", int(published.sum()))
+        return published, error
+
+    def _remove(self, names: Sequence[str]) -> None:
+        """Make room for whole ones of what came damaged; nobody waits for it."""
+        self._gate.start(lambda store: store.remove(names), REMOVE_TIMEOUT_S)
+
+
+REMOVE_TIMEOUT_S = 5.0
+
+_REASONS = {
+    base.Outcome.MISS: LossReason.ABSENT,
+    base.Outcome.LATER: LossReason.BUSY,
+    base.Outcome.BROKEN: LossReason.GONE,
+}
+
+
+def batches(lengths: npt.NDArray[np.uint64], traits: base.StoreTraits) -> Iterator[slice]:
+    """Objects of these lengths in as few batches as the store's bounds allow."""
+    start = size = 0
+    for row, length in enumerate(lengths.tolist()):
+        if row > start and (row - start >= traits.most_objects or size + length > traits.most_bytes):
+            yield slice(start, row)
+            start, size = row, 0
+        size += length
+    if start < len(lengths):
+        yield slice(start, len(lengths))

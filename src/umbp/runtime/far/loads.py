@@ -1,0 +1,121 @@
+"""The rest of a load that the pool could not do by itself: fetched on threads of its own, then copied on the
+thread that copies all loads."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from umbp.data import LossReason, TransferJobState
+from umbp.runtime.far.fetch import Brought
+from umbp.runtime.far.side import FarSide
+from umbp.runtime.lane import Lane
+from umbp.runtime.mover import Moved, ObjectMover, settle
+from umbp.runtime.moves import Move
+
+logger = logging.getLogger("vllm.umbp")
+
+THREADS = 4
+"""So many loads of a worker fetch side by side; further ones wait for their turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Rows of a move that the pool did not have."""
+
+    moved: Moved
+    rows: npt.NDArray[np.intp]
+    move: Move
+    """These rows alone."""
+
+
+class FarLoads:
+    """Ends loads whose objects are partly in the store. Every job gets its outcome and its future its end,
+    whatever happens.
+    """
+
+    def __init__(self, far: FarSide, lane: Lane) -> None:
+        self._far = far
+        self._lane = lane
+        self._threads = ThreadPoolExecutor(THREADS, "umbp-fetch")
+        self._lock = threading.Lock()
+        self._unfinished: set[Future[None]] = set()
+
+    def finish(
+        self,
+        job: TransferJobState,
+        moves: Sequence[Moved],
+        missing: Sequence[Missing],
+        mover: ObjectMover,
+        fence: object,
+        deadline_s: float,
+        done: Future[None],
+    ) -> None:
+        """Fetch and copy what is missing, then settle the job and end `done`."""
+        with self._lock:
+            self._unfinished.add(done)
+        try:
+            self._threads.submit(self._run, job, moves, missing, mover, fence, deadline_s, done)
+        except RuntimeError:  # closed meanwhile
+            self._end(job, moves, "the handle is closed", done)
+
+    def unfinished(self) -> list[Future[None]]:
+        """The loads that have been handed over and have not ended."""
+        with self._lock:
+            return list(self._unfinished)
+
+    def close(self) -> None:
+        """Return when all have ended, which their deadlines see to."""
+        self._threads.shutdown(wait=True)
+
+    def _run(
+        self,
+        job: TransferJobState,
+        moves: Sequence[Moved],
+        missing: Sequence[Missing],
+        mover: ObjectMover,
+        fence: object,
+        deadline_s: float,
+        done: Future[None],
+    ) -> None:
+        error = None
+        copies: list[Future[None]] = []
+        try:
+            for part in missing:
+                brought = self._far.fetch(mover.pool, mover.namespace_id, part.move, deadline_s)
+                copies.append(self._lane.start(_copy(part, brought, mover, fence)))
+        except Exception as broken:
+            # The top of the thread: an outcome for every key that has none, and one line in the log.
+            logger.exception("UMBP: fetching for a load of %d objects broke", len(job.keys))
+            error = str(broken)
+        for copy in copies:
+            copy.result()
+        self._end(job, moves, error, done)
+
+    def _end(
+        self, job: TransferJobState, moves: Sequence[Moved], error: str | None, done: Future[None]
+    ) -> None:
+        settle(job, moves, error)
+        with self._lock:
+            self._unfinished.discard(done)
+        done.set_result(None)
+
+
+def _copy(part: Missing, brought: Brought, mover: ObjectMover, fence: object) -> Iterator[None]:
+    """On the loading thread: copy what has come, and note it with the move that lacked it."""
+    yield from ()
+    try:
+        copied = mover.load_held(part.move, brought.tickets, brought.is_held, fence)
+    except Exception as broken:
+        logger.exception("UMBP: copying %d fetched objects broke", len(part.rows))
+        part.moved.error = f"{LossReason.FAILED}: {broken}"
+        return
+    part.moved.is_done[part.rows] = copied.is_done
+    part.moved.copied_bytes[part.rows] = copied.copied_bytes
+    part.moved.error = copied.error if copied.absent is None else (brought.error or copied.error)

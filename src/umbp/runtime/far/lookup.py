@@ -1,0 +1,215 @@
+"""What a store has of the blocks that a scheduler asks for, found out beside it. Scheduler thread, but for
+the questions themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from umbp.data import Rank
+from umbp.pool import Pool
+from umbp.runtime.base import Wanted
+from umbp.runtime.far.counts import FarCounts
+from umbp.store.base import ClusterStore, Outcome
+from umbp.store.gate import Call, StoreGate, StoreUnavailable
+
+SHORTEST_TRUST_S = 1.0
+"""How long an answer counts of a store that gives no lease."""
+
+MOST_KNOWN = 1 << 18
+"""So many answers are kept; beyond, those that have expired go."""
+
+PrefixOf = Callable[[int, Rank], str]
+
+Rows = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """Blocks of one cache group: for each rank the rows that its pool lacks."""
+
+    group_id: int
+    hashes: Sequence[bytes]
+    is_chain: bool
+    lacking: Mapping[Rank, npt.NDArray[np.bool_]]
+
+
+@dataclass(slots=True)
+class _Ask:
+    """One request's questions, on their way or answered."""
+
+    about: object
+    call: Call[bool] | None = None
+    found: list[tuple[Rank, int, bytes]] = field(default_factory=list)
+    """Grows on the gate's thread, batch by batch; what is there at the deadline counts."""
+    taken: int = 0
+
+
+class FarLookups:
+    """The store's answers, as long as they are good for. What is known of a block is a hint: it protects
+    nothing beyond the store's lease, and a load may find the object gone.
+    """
+
+    def __init__(
+        self,
+        gate: StoreGate,
+        prefix_of: PrefixOf,
+        counts: FarCounts,
+        *,
+        timeout_s: float,
+        lease_s: float,
+        is_async: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`is_async`: `prepare` returns at once and is to be called again; else it waits for the answers."""
+        self._gate = gate
+        self._prefix_of = prefix_of
+        self._counts = counts
+        self._timeout_s = timeout_s
+        self._is_async = is_async
+        self._clock = clock
+        self._trust_s = max(lease_s / 2, SHORTEST_TRUST_S)
+        self._known: dict[tuple[Rank, int, bytes], float] = {}
+        self._asks: dict[str, _Ask] = {}
+
+    def prepare(self, request_id: str, wanted: Sequence[Wanted], pools: Mapping[Rank, Pool]) -> bool:
+        """Whether all is known that can be by now of what the pools lack; False: ask again. The same question
+        of the same request is put to the store once, until the request is forgotten.
+        """
+        about = [(one.group_id, len(one.block_hashes), one.block_hashes[:1]) for one in wanted]
+        ask = self._asks.get(request_id)
+        if ask is None or ask.about != about:
+            questions = [question for one in wanted if (question := self._question(one, pools)) is not None]
+            ask = self._asks[request_id] = self._begin(about, questions)
+        return self._take_in(ask)
+
+    def forget(self, request_id: str) -> None:
+        """The request doesn't ask any more."""
+        self._asks.pop(request_id, None)
+
+    def forget_all(self) -> None:
+        """Nothing that was found counts any more."""
+        self._asks.clear()
+        self._known.clear()
+
+    def knows(self, rank: Rank, group_id: int, hashes: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Which of these blocks the store was found to have, lately."""
+        if not self._known or not self._gate.is_well:
+            return np.zeros(len(hashes), dtype=np.bool_)
+        now, known = self._clock(), self._known
+        return np.array([known.get((rank, group_id, each), 0.0) > now for each in hashes], dtype=np.bool_)
+
+    def ask_now(self, keys: Sequence[str]) -> Sequence[bool]:
+        """Which keys the store has, asked at once; what isn't answered in time is a miss."""
+        found: list[bool] = []
+
+        def ask(store: ClusterStore) -> bool:
+            most = store.traits.most_keys
+            for first in range(0, len(keys), most):
+                found.extend(outcome is Outcome.DONE for outcome in store.exists(keys[first : first + most]))
+            return True
+
+        try:
+            self._gate.call(ask, self._timeout_s)
+        except StoreUnavailable:
+            self._counts.add("lookup_timeouts", 1)
+        answers = list(found)
+        return answers + [False] * (len(keys) - len(answers))
+
+    # Inside
+
+    def _question(self, wanted: Wanted, pools: Mapping[Rank, Pool]) -> _Question | None:
+        lacking = {}
+        for rank, pool in pools.items():
+            is_lacking = ~pool.lookup_raw(self._prefix_of(wanted.group_id, rank), wanted.block_hashes)
+            rows = np.flatnonzero(is_lacking)
+            if len(rows):
+                is_lacking[rows] = ~self.knows(
+                    rank, wanted.group_id, [wanted.block_hashes[row] for row in rows.tolist()]
+                )
+            if is_lacking.any():
+                lacking[rank] = is_lacking
+        if not lacking:
+            return None
+        return _Question(wanted.group_id, wanted.block_hashes, wanted.is_chain, lacking)
+
+    def _begin(self, about: object, questions: Sequence[_Question]) -> _Ask:
+        ask = _Ask(about)
+        if not questions:
+            return ask
+
+        def answer(store: ClusterStore) -> bool:
+            return all(self._answer(store, question, ask.found) for question in questions)
+
+        ask.call = self._gate.start(answer, self._timeout_s)
+        self._counts.add("lookups", 1)
+        return ask
+
+    def _answer(self, store: ClusterStore, question: _Question, found: list[tuple[Rank, int, bytes]]) -> bool:
+        """On a thread of the gate's: ask batch by batch; a chain no further than it can reach."""
+        for rows in _row_batches(question, store.traits.most_keys):
+            names = [
+                (rank, question.hashes[row])
+                for row in rows
+                for rank, is_lacking in question.lacking.items()
+                if is_lacking[row]
+            ]
+            keys = [self._prefix_of(question.group_id, rank) + each.hex() for rank, each in names]
+            outcomes = store.exists(keys)
+            self._counts.add("lookup_batches", 1)
+            self._counts.add("lookup_keys", len(keys))
+            found += [
+                (rank, question.group_id, each)
+                for (rank, each), outcome in zip(names, outcomes, strict=True)
+                if outcome is Outcome.DONE
+            ]
+            if any(outcome is Outcome.BROKEN for outcome in outcomes):
+                self._gate.report_broken()
+                return False
+            if question.is_chain and any(outcome is not Outcome.DONE for outcome in outcomes):
+                break
+        return True
+
+    def _take_in(self, ask: _Ask) -> bool:
+        """Learn what has been answered; whether that is all that will be."""
+        is_over = ask.call is None or self._is_over(ask, ask.call)
+        until_s = self._clock() + self._trust_s
+        for name in ask.found[ask.taken :]:
+            self._known[name] = until_s
+            ask.taken += 1
+        if len(self._known) > MOST_KNOWN:
+            now = self._clock()
+            self._known = {name: end_s for name, end_s in self._known.items() if end_s > now}
+        return is_over
+
+    def _is_over(self, ask: _Ask, call: Call[bool]) -> bool:
+        if self._is_async and not call.is_done:
+            return False
+        try:
+            call.result()
+        except StoreUnavailable:
+            self._counts.add("lookup_timeouts", 1)
+        ask.call = None
+        return True
+
+
+def _row_batches(question: _Question, most_keys: int) -> Iterator[list[int]]:
+    """Rows that some rank lacks, in batches of at most so many keys, or of one row."""
+    counts = np.zeros(len(question.hashes), dtype=np.intp)
+    for is_lacking in question.lacking.values():
+        counts += is_lacking
+    rows: list[int] = []
+    keys = 0
+    for row in np.flatnonzero(counts).tolist():
+        if rows and keys + counts[row] > most_keys:
+            yield rows
+            rows, keys = [], 0
+        rows.append(row)
+        keys += int(counts[row])
+    if rows:
+        yield rows

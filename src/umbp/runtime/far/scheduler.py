@@ -1,0 +1,99 @@
+"""The scheduler's view of node pools with a store behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from umbp.data import BlockIdentityCodec, Rank, RankTopology, UMBPNamespace
+from umbp.runtime.base import Wanted
+from umbp.runtime.far.counts import FarCounts
+from umbp.runtime.far.lookup import FarLookups
+from umbp.runtime.pool_scheduler import PoolBinding, PoolSchedulerHandle
+from umbp.store.base import ClusterStore, Outcome
+from umbp.store.gate import StoreGate, StoreUnavailable
+
+CLEAR_TIMEOUT_S = 10.0
+"""How long a clear of the store is waited for; it is tried again until it has been done."""
+
+LEAVE_S = 2.0
+
+
+class Clearing:
+    """Whether the namespace must be removed from the store before anything there may be believed again."""
+
+    def __init__(self, namespace: UMBPNamespace) -> None:
+        self._prefix = BlockIdentityCodec(namespace).namespace_prefix
+        self.is_owed = False
+
+    def __call__(self, store: ClusterStore) -> bool:
+        """Remove it if that is owed; False if it is still owed. The gate asks before it lets anyone in."""
+        if self.is_owed and store.remove_prefix(self._prefix) is Outcome.DONE:
+            self.is_owed = False
+        return not self.is_owed
+
+
+class DistributedSchedulerHandle(PoolSchedulerHandle):
+    """Asks the pools first, and the store for what they lack."""
+
+    def __init__(
+        self,
+        namespace: UMBPNamespace,
+        topology: RankTopology,
+        binding: PoolBinding,
+        stored_as: dict[Rank, Rank] | None,
+        gate: StoreGate,
+        clearing: Clearing,
+        *,
+        timeout_s: float,
+        lease_s: float,
+        is_async: bool,
+    ) -> None:
+        """The gate becomes its own; `clearing` is what that asks before it lets anyone in."""
+        super().__init__(namespace, topology, binding, stored_as)
+        self._gate = gate
+        self._clearing = clearing
+        self._counts = FarCounts()
+        self._lookups = FarLookups(
+            gate,
+            self._codec.key_prefix,
+            self._counts,
+            timeout_s=timeout_s,
+            lease_s=lease_s,
+            is_async=is_async,
+        )
+        self.beyond = self._lookups
+
+    def prepare(self, request_id: str, wanted: Sequence[Wanted]) -> bool:
+        return self._lookups.prepare(request_id, wanted, self._binding.pools())
+
+    def unprepare(self, request_id: str) -> None:
+        self._lookups.forget(request_id)
+
+    def lookup(self, keys: Sequence[str]) -> Sequence[bool]:
+        hits = list(super().lookup(keys))
+        missing = [position for position, hit in enumerate(hits) if not hit]
+        names = {position: found[1] for position in missing if (found := self._name_of(keys[position]))}
+        if names and self._binding.pools():
+            for position, hit in zip(names, self._lookups.ask_now(list(names.values())), strict=True):
+                hits[position] = hit
+        return hits
+
+    def clear(self) -> bool:
+        # The pools once more at the end: what is fetched between the two would be old.
+        cleared = [super().clear(), self._clear_store(), super().clear()]
+        self._lookups.forget_all()
+        return all(cleared)
+
+    def _clear_store(self) -> bool:
+        self._clearing.is_owed = True
+        try:
+            is_done = self._gate.call(self._clearing, CLEAR_TIMEOUT_S)
+        except StoreUnavailable:
+            is_done = False
+        if not is_done:
+            self._gate.report_broken()
+        return is_done
+
+    def close(self) -> None:
+        super().close()
+        self._gate.close(LEAVE_S)

@@ -1,0 +1,266 @@
+"""From a pool to the store, in the background: whatever was published goes out when there is time for it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from umbp.errors import SegmentError, UMBPError
+from umbp.pool import Outcome, Pool
+from umbp.pool.pool import Tickets
+from umbp.runtime.far.counts import FarCounts
+from umbp.runtime.far.fetch import batches
+from umbp.runtime.far.registry import RegisteredPool
+from umbp.store import base
+from umbp.store.base import ClusterStore
+from umbp.store.gate import StoreGate, StoreUnavailable
+
+logger = logging.getLogger("vllm.umbp")
+
+MOST_WAITING = 65_536
+"""So many objects may wait to be sent. They keep no slots, only their names: what the pool has evicted when
+their turn comes is left out."""
+
+MOST_TRIES = 4
+"""How often an object is offered to a store that says "later"."""
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 2.0
+"""How long to leave a store that is full or doesn't answer."""
+
+REMOVE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    """Objects of one pool that go out together."""
+
+    pool: Pool
+    names: Sequence[str]
+    tries: int = 0
+
+
+class Debts:
+    """What must be removed from the store before anything may be fetched from it again. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._names: list[str] = []
+
+    def owe(self, names: Sequence[str]) -> None:
+        """These were cleared away from the pool while they were being sent."""
+        with self._lock:
+            self._names += names
+
+    def repay(self, store: ClusterStore) -> bool:
+        """Remove them; False if they couldn't be."""
+        with self._lock:
+            names = list(self._names)
+        most = store.traits.most_keys
+        for first in range(0, len(names), most):
+            if any(outcome is not base.Outcome.DONE for outcome in store.remove(names[first : first + most])):
+                return False
+        with self._lock:
+            del self._names[: len(names)]
+        return True
+
+
+class Sender:
+    """One thread. Objects go out in the order in which they were offered, so prefixes before what builds on
+    them; when too many wait the newest are dropped.
+    """
+
+    def __init__(
+        self,
+        gate: StoreGate,
+        traits: base.StoreTraits,
+        counts: FarCounts,
+        debts: Debts,
+        *,
+        timeout_s: float,
+        has_checksums: bool,
+        most_waiting: int = MOST_WAITING,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._gate = gate
+        self._traits = traits
+        self._debts = debts
+        self._counts = counts
+        self._timeout_s = timeout_s
+        self._has_checksums = has_checksums
+        self._most_waiting = most_waiting
+        self._clock = clock
+        self._change = threading.Condition()
+        self._parcels: deque[_Parcel] = deque()
+        self._waiting = 0
+        self._is_sending = False
+        self._closes_at_s: float | None = None
+        self._pool: Pool | None = None
+        self._registered: RegisteredPool | None = None
+        self._thread = threading.Thread(target=self._run, name="umbp-send", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Objects that have been offered and have neither gone out nor been given up."""
+        return self._waiting
+
+    def offer(self, pool: Pool, names: Sequence[str]) -> None:
+        """Send these, which the pool has, when their turn comes. Returns at once, never raises."""
+        with self._change:
+            room = self._most_waiting - self._waiting
+            taken = names[:room] if self._closes_at_s is None else ()
+            if taken:
+                self._parcels.append(_Parcel(pool, taken))
+                self._waiting += len(taken)
+                self._change.notify_all()
+        self._counts.add("send_dropped_full_objects", len(names) - len(taken))
+
+    def forget(self, pool: Pool) -> None:
+        """Leave out what waits of a pool that is being left; returns when none of it is on its way, or has
+        been given up on.
+        """
+        with self._change:
+            kept = deque(parcel for parcel in self._parcels if parcel.pool is not pool)
+            gone = sum(len(parcel.names) for parcel in self._parcels if parcel.pool is pool)
+            self._parcels = kept
+            self._waiting -= gone
+            self._change.notify_all()
+            self._change.wait_for(lambda: not self._is_sending, self._timeout_s)
+        self._counts.add("send_dropped_gone_objects", gone)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until nothing waits; False if that took too long."""
+        with self._change:
+            return self._change.wait_for(lambda: not self._waiting, timeout_s)
+
+    def close(self, patience_s: float) -> None:
+        """Send what waits for at most so long, then give up the rest."""
+        with self._change:
+            self._closes_at_s = self._clock() + patience_s
+            self._change.notify_all()
+        self._thread.join(patience_s + 1.0)
+        with self._change:
+            left, self._waiting = self._waiting, 0
+            self._parcels.clear()
+            self._change.notify_all()
+        if left:
+            logger.warning("UMBP: %d objects had not been sent to the store when the engine ended", left)
+        self._counts.add("send_dropped_gone_objects", left)
+
+    # On the thread
+
+    def _run(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while (parcel := self._take()) is not None:
+            try:
+                again = self._send(parcel)
+            except Exception:
+                logger.exception("UMBP: sending %d objects to the store broke", len(parcel.names))
+                self._counts.add("send_dropped_failed_objects", len(parcel.names))
+                again = ()
+            with self._change:
+                self._is_sending = False
+                # Whoever ends doesn't wait for a store to have time.
+                is_given_up = parcel.tries + 1 >= MOST_TRIES or self._closes_at_s is not None
+                self._waiting -= len(parcel.names) - (0 if is_given_up else len(again))
+                if again and not is_given_up:
+                    self._parcels.appendleft(_Parcel(parcel.pool, again, parcel.tries + 1))
+                self._change.notify_all()
+                if again:
+                    self._change.wait_for(lambda: self._closes_at_s is not None, pause_s)
+            if is_given_up:
+                self._counts.add("send_dropped_failed_objects", len(again))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S) if again else FIRST_PAUSE_S
+
+    def _is_over(self) -> bool:
+        return self._closes_at_s is not None and self._clock() >= self._closes_at_s
+
+    def _take(self) -> _Parcel | None:
+        """The next objects, as many as the store takes at once; None when it is time to end."""
+        with self._change:
+            self._change.wait_for(lambda: self._parcels or self._closes_at_s is not None)
+            if not self._parcels or self._is_over():
+                return None
+            self._is_sending = True
+            first = self._parcels.popleft()
+            most = self._traits.most_objects
+            names = list(first.names)
+            while len(names) < most and self._parcels and self._joins(self._parcels[0], first):
+                names += self._parcels.popleft().names
+            if len(names) > most:
+                self._parcels.appendleft(_Parcel(first.pool, names[most:], first.tries))
+            return _Parcel(first.pool, names[:most], first.tries)
+
+    @staticmethod
+    def _joins(parcel: _Parcel, first: _Parcel) -> bool:
+        return parcel.pool is first.pool and parcel.tries == first.tries
+
+    def _send(self, parcel: _Parcel) -> Sequence[str]:
+        """Put the objects that the pool still has; those that the store wants later."""
+        pool = parcel.pool
+        if pool is not self._pool:
+            self._pool, self._registered = pool, RegisteredPool(self._gate, pool)
+        assert self._registered is not None
+        self._registered.tell()
+        tickets, outcomes = pool.acquire(parcel.names)
+        rows = np.flatnonzero(outcomes == Outcome.HIT)
+        self._counts.add("send_dropped_evicted_objects", len(tickets) - len(rows))
+        names = [parcel.names[row] for row in rows.tolist()]
+        return self._put_all(pool, names, tickets[rows]) if names else ()
+
+    def _put_all(self, pool: Pool, names: Sequence[str], tickets: Tickets) -> Sequence[str]:
+        pool.seal(tickets, names, checksum=self._has_checksums)
+        addresses, lengths = pool.sealed_ranges(tickets)
+        again: list[str] = []
+        for part in batches(lengths, self._traits):
+            again += self._put(pool, names[part], tickets[part], addresses[part], lengths[part])
+        return again
+
+    def _put(
+        self,
+        pool: Pool,
+        names: Sequence[str],
+        tickets: Tickets,
+        addresses: npt.NDArray[np.uint64],
+        lengths: npt.NDArray[np.uint64],
+    ) -> Sequence[str]:
+        def put(store: ClusterStore) -> Sequence[base.Outcome]:
+            return store.put(names, addresses.tolist(), lengths.tolist())
+
+        def late(_: object) -> None:
+            # Until now the store could read these slots.
+            with contextlib.suppress(UMBPError):
+                self._settle(pool, names, tickets)
+
+        try:
+            outcomes = self._gate.call(put, self._timeout_s, late)
+        except StoreUnavailable:
+            return names
+        self._settle(pool, names, tickets)
+        is_done = [outcome is base.Outcome.DONE for outcome in outcomes]
+        self._counts.add("sent_objects", sum(is_done))
+        self._counts.add("sent_bytes", int(lengths[is_done].sum()))
+        return [name for name, is_in in zip(names, is_done, strict=True) if not is_in]
+
+    def _settle(self, pool: Pool, names: Sequence[str], tickets: Tickets) -> None:
+        """Give the slots back. What was cleared away while it was on its way must not stay in the store: held
+        objects can't be evicted, so one that can't be found any more was removed.
+        """
+        try:
+            is_there = pool.lookup(names)
+            pool.release(tickets)
+        except SegmentError:
+            is_there = np.zeros(len(names), dtype=np.bool_)
+        cleared = [name for name, is_good in zip(names, is_there.tolist(), strict=True) if not is_good]
+        if cleared:
+            self._debts.owe(cleared)
+            self._gate.start(self._debts.repay, REMOVE_TIMEOUT_S)

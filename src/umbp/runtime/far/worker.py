@@ -1,0 +1,97 @@
+"""A worker's store: fetches what its pools lack, sends what they get."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from umbp.pool import Pool
+from umbp.runtime.far.counts import FarCounts
+from umbp.runtime.far.fetch import Brought, Fetcher
+from umbp.runtime.far.registry import RegisteredPool
+from umbp.runtime.far.send import Debts, Sender
+from umbp.runtime.moves import Move
+from umbp.store.base import ClusterStore, StoreTraits
+from umbp.store.gate import StoreGate
+
+logger = logging.getLogger("vllm.umbp")
+
+LAST_SENDS_S = 5.0
+"""How long an engine that ends still sends what waits."""
+
+LEAVE_S = 2.0
+"""How long it waits for a store that may hang."""
+
+
+class WorkerFar:
+    """Implements `umbp.runtime.far.side.FarSide`; its pools are those of one namespace."""
+
+    def __init__(
+        self,
+        open_gate: Callable[[Callable[[ClusterStore], bool]], StoreGate],
+        traits: StoreTraits,
+        *,
+        timeout_s: float,
+        has_checksums: bool,
+    ) -> None:
+        """`open_gate` takes what is to be done before the store is used again after a failure."""
+        self._timeout_s = timeout_s
+        self._has_checksums = has_checksums
+        self._counts = FarCounts()
+        self._lock = threading.Lock()
+        self._fetchers: dict[Pool, tuple[Fetcher, RegisteredPool]] = {}
+        self._in_use: dict[Pool, int] = {}
+        self._debts = Debts()
+        self._gate = open_gate(self._debts.repay)
+        self._traits = traits
+        self._sender = Sender(
+            self._gate, traits, self._counts, self._debts, timeout_s=timeout_s, has_checksums=has_checksums
+        )
+
+    def flush(self, timeout_s: float) -> bool:
+        return self._sender.flush(timeout_s)
+
+    def deadline_s(self) -> float:
+        return time.monotonic() + self._timeout_s
+
+    def fetch(self, pool: Pool, namespace_id: int, move: Move, deadline_s: float) -> Brought:
+        with self._lock:
+            if pool not in self._fetchers:
+                fetcher = Fetcher(
+                    self._gate,
+                    self._traits,
+                    pool,
+                    namespace_id,
+                    self._counts,
+                    has_checksums=self._has_checksums,
+                )
+                self._fetchers[pool] = fetcher, RegisteredPool(self._gate, pool)
+            fetcher, registered = self._fetchers[pool]
+        if self._gate.is_well:
+            registered.tell()
+        brought = fetcher.bring(move, deadline_s)
+        self._counts.add("fetched_bytes", int(brought.is_held.sum()) * move.runs.object_bytes)
+        return brought
+
+    def offer(self, pool: Pool, names: Sequence[str]) -> None:
+        self._sender.offer(pool, names)
+
+    def leave(self, pool: Pool, close: Callable[[], None]) -> None:
+        self._sender.forget(pool)
+        with self._lock:
+            self._fetchers.pop(pool, None)
+        # A store that has hung in a transfer may come back to these slots at any time.
+        if not self._gate.counts().stuck_threads:
+            close()
+
+    def usage(self) -> Mapping[str, float]:
+        return dict(self._counts.totals()) | {"send_waiting_objects": float(self._sender.waiting)}
+
+    def close(self) -> bool:
+        self._sender.close(LAST_SENDS_S if self._gate.is_well else 0.0)
+        is_left = self._gate.close(LEAVE_S)
+        if not is_left:
+            logger.warning("UMBP: the store does not let go; what it may still touch stays mapped")
+        return is_left

@@ -1,0 +1,211 @@
+"""Engines with a cluster store behind their pools: what one has stored another restores, and a store that
+fails costs a computation.
+
+The engines check every byte in every step; the store is in memory, and hangs, breaks and lies when told to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted import BLOCK, ScriptedEngine, Shape, tokens
+
+from umbp.data import KVLayoutDescriptor, RankTopology, UMBPNamespace
+from umbp.options import Options, parse_options
+from umbp.runtime.base import IUMBPRuntime
+from umbp.runtime.distributed import DistributedRuntime
+from umbp.runtime.pool_worker import PoolWorkerHandle
+from umbp.store.base import ClusterStore
+from umbp.testing.stores.memory import MemoryCluster
+
+PROMPT = 10 * BLOCK + 3
+RANKS = pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
+WAYS = pytest.mark.parametrize("lookup_async", [True, False], ids=["beside", "within"])
+
+
+class Node(DistributedRuntime):
+    """One engine's runtime; `flush` waits for what it sends."""
+
+    def __init__(self, cluster: MemoryCluster, **options: object) -> None:
+        def connect(options: Options, *, serves_memory: bool) -> ClusterStore:
+            return cluster.connect()
+
+        extra: dict[str, object] = {"mode": "distributed", "store": "memory", "capacity_bytes": "4MiB"}
+        super().__init__(parse_options(extra | options), connect)
+        self.workers: list[PoolWorkerHandle] = []
+
+    def create_worker_handle(
+        self, namespace: UMBPNamespace, topology: RankTopology, layout: KVLayoutDescriptor
+    ) -> PoolWorkerHandle:
+        self.workers.append(super().create_worker_handle(namespace, topology, layout))
+        return self.workers[-1]
+
+    def flush(self) -> None:
+        for worker in self.workers:
+            assert worker.far is not None
+            assert worker.far.flush(30)
+
+
+@pytest.fixture
+def cluster() -> Iterator[MemoryCluster]:
+    made = MemoryCluster()
+    yield made
+    made.go_on()
+    assert not made.misuses
+
+
+@pytest.fixture
+def start(
+    cluster: MemoryCluster, root: Path, options_of: Callable[[IUMBPRuntime], dict[str, object]]
+) -> Iterator[Callable[..., tuple[ScriptedEngine, Node]]]:
+    engines: list[ScriptedEngine] = []
+
+    def make(options: dict[str, object] | None = None, **shape: Any) -> tuple[ScriptedEngine, Node]:
+        node = Node(cluster, **(options or {}))
+        extra = options_of(node) | {"min_load_tokens": 0}
+        engines.append(ScriptedEngine(root, Shape(extra=extra, **shape)))
+        return engines[-1], node
+
+    yield make
+    cluster.go_on()
+    for engine in engines:
+        engine.close()
+
+
+Start = Callable[..., tuple[ScriptedEngine, Node]]
+
+
+@WAYS
+@RANKS
+def test_what_one_engine_has_stored_another_restores(start: Start, ranks: int, lookup_async: bool) -> None:
+    first, node = start(ranks=ranks)
+    told = first.run(tokens(PROMPT), 2)
+    node.flush()
+    second, _ = start({"lookup_async": lookup_async}, ranks=ranks)
+    again = second.run(tokens(PROMPT), 2)
+    assert second.restored_tokens() == 10 * BLOCK
+    assert list(again.output_token_ids) == list(told.output_token_ids)
+    second.check_drained()
+
+
+def test_what_is_near_is_not_asked_for_far(start: Start, cluster: MemoryCluster) -> None:
+    engine, node = start()
+    engine.run(tokens(PROMPT))
+    node.flush()
+    engine.forget_prefixes()
+    asked = [store.calls.count("exists") for store in cluster.stores]
+    engine.run(tokens(PROMPT))
+    assert engine.restored_tokens() == 10 * BLOCK
+    assert [store.calls.count("exists") for store in cluster.stores] == asked
+    assert not any(store.calls.count("get") for store in cluster.stores)
+
+
+def test_what_was_fetched_is_near_the_next_time(start: Start, cluster: MemoryCluster) -> None:
+    first, node = start()
+    first.run(tokens(PROMPT))
+    node.flush()
+    second, _ = start()
+    second.run(tokens(PROMPT))
+    fetches = sum(store.calls.count("get") for store in cluster.stores)
+    second.forget_prefixes()
+    second.run(tokens(PROMPT))
+    assert second.restored_tokens() == 20 * BLOCK
+    assert sum(store.calls.count("get") for store in cluster.stores) == fetches
+
+
+def test_a_prompt_that_is_partly_near_fetches_the_rest(start: Start, cluster: MemoryCluster) -> None:
+    first, node = start()
+    first.run(tokens(PROMPT))
+    node.flush()
+    second, _ = start()
+    second.run(tokens(4 * BLOCK + 1))
+    second.forget_prefixes()
+    second.run(tokens(PROMPT))
+    assert second.restored_tokens() == 4 * BLOCK + 10 * BLOCK
+
+
+def test_a_question_is_one_round_trip_a_batch(start: Start, cluster: MemoryCluster) -> None:
+    first, node = start(ranks=2)
+    first.run(tokens(PROMPT))
+    node.flush()
+    before = len(cluster.stores)
+    second, _ = start(ranks=2)
+    second.run(tokens(PROMPT))
+    assert sum(store.calls.count("exists") for store in cluster.stores[before:]) == 1
+
+
+@pytest.mark.parametrize("what", ["claimed", "damaged", "gone"])
+def test_what_the_store_does_not_keep_as_it_said_is_computed(
+    start: Start, cluster: MemoryCluster, what: str
+) -> None:
+    first, node = start()
+    told = first.run(tokens(PROMPT), 2)
+    node.flush()
+    victim = list(cluster.objects)[3]
+    if what == "damaged":
+        cluster.damage(victim)
+    else:
+        del cluster.objects[victim]
+        if what == "claimed":
+            cluster.claimed.add(victim)
+    second, _ = start()
+    again = second.run(tokens(PROMPT), 2)
+    assert second.restored_tokens() == (3 if what == "gone" else 9) * BLOCK
+    assert list(again.output_token_ids) == list(told.output_token_ids)
+    second.check_drained()
+
+
+@pytest.mark.parametrize("verb", ["exists", "get", "put"])
+def test_a_store_that_hangs_costs_a_computation_and_comes_back(
+    start: Start, cluster: MemoryCluster, verb: str
+) -> None:
+    first, node = start()
+    first.run(tokens(PROMPT))
+    node.flush()
+    second, _ = start({"lookup_timeout_ms": 50, "timeout_ms": 200})
+    cluster.hang(verb)
+    second.run(tokens(PROMPT))
+    assert second.restored_tokens() == (10 * BLOCK if verb == "put" else 0)
+    second.check_drained()
+    cluster.go_on()
+    third, _ = start()
+    third.run(tokens(PROMPT))
+    assert third.restored_tokens() == 10 * BLOCK
+    third.check_drained()
+
+
+def test_with_a_store_that_is_down_the_pool_goes_on_alone(start: Start, cluster: MemoryCluster) -> None:
+    engine, _ = start({"timeout_ms": 200})
+    cluster.is_down = True
+    engine.run(tokens(PROMPT))
+    engine.forget_prefixes()
+    engine.run(tokens(PROMPT))
+    assert engine.restored_tokens() == 10 * BLOCK
+    engine.check_drained()
+
+
+def test_new_weights_clear_the_store(start: Start, cluster: MemoryCluster) -> None:
+    engine, node = start()
+    engine.run(tokens(PROMPT))
+    node.flush()
+    assert cluster.objects
+    assert engine.change_weights()
+    assert not cluster.objects
+    second, _ = start()
+    second.run(tokens(PROMPT))
+    assert second.restored_tokens() == 0
+
+
+def test_a_pool_smaller_than_a_prompt_still_restores_it_from_the_store(
+    start: Start, cluster: MemoryCluster
+) -> None:
+    first, node = start()
+    first.run(tokens(PROMPT))
+    node.flush()
+    second, _ = start({"capacity_bytes": 4 * 4096})
+    second.run(tokens(PROMPT))
+    assert second.restored_tokens() > 0
+    second.check_drained()
