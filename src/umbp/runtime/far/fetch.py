@@ -73,7 +73,9 @@ class Fetcher:
         self._pause = pause
 
     def bring(self, move: Move, deadline_s: float) -> Brought:
-        """Get a move's objects, under its names. Returns at `deadline_s` of the clock, or soon after; what has not come by then isn't there."""
+        """Get a move's objects, under its names. Returns at `deadline_s` of the clock, or soon after; what has
+        not come by then isn't there.
+        """
         names = move.names
         brought = Brought(np.zeros(len(names), dtype=np.uint64), np.zeros(len(names), dtype=np.bool_))
         rows: Rows = np.arange(len(names))
