@@ -160,7 +160,7 @@ class _Pool:
 
     def search(self, limit: int) -> int:
         try:
-            return self._finder.hold("r", self._names, 0, limit)
+            return self._finder.hold("r", self._names, 0, limit).end
         finally:
             self._view.unhold("r")
 

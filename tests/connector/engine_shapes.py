@@ -10,6 +10,7 @@ from umbp.testing.engine.shape import Layers
 FULL = Layers("full", 1)
 WINDOWS = Layers("sliding", 2, 40)
 STATES = Layers("mamba", 2)
+WIDE, WIDE_STATES = replace(FULL, block_tokens=2 * BLOCK), replace(STATES, block_tokens=2 * BLOCK)
 
 SHAPES: dict[str, Shape] = {
     "full": Shape(),
@@ -39,9 +40,18 @@ SHAPES: dict[str, Shape] = {
     "drafts in flight": Shape(drafts=2, drafter="eagle", depth=2),
     "drafts and windows": Shape(drafts=2, drafter="mtp", layers=(FULL, WINDOWS)),
     "drafts and states": Shape(drafts=2, layers=(FULL, STATES)),
-    "states inside blocks": Shape(
-        layers=(replace(FULL, block_tokens=2 * BLOCK), replace(STATES, block_tokens=2 * BLOCK)),
-        match_tokens=BLOCK,
+    "states inside blocks": Shape(layers=(WIDE, WIDE_STATES), match_tokens=BLOCK),
+    "states inside blocks in flight": Shape(
+        layers=(WIDE, WIDE_STATES), match_tokens=BLOCK, depth=2, runner=2
+    ),
+    "states inside wide blocks": Shape(
+        layers=(replace(FULL, block_tokens=4 * BLOCK), STATES, WINDOWS), match_tokens=BLOCK, ranks=2
+    ),
+    "states inside blocks and drafts": Shape(
+        layers=(WIDE, WIDE_STATES), match_tokens=BLOCK, drafts=2, drafter="eagle"
+    ),
+    "states inside dealt blocks": Shape(
+        ranks=2, kv_heads=1, dcp=2, layers=(FULL, STATES), match_tokens=BLOCK // 2
     ),
     "three groups of two heads": Shape(ranks=4, kv_heads=2, layers=(FULL, WINDOWS)),
     "three stages": Shape(stages=3, layers=(Layers("full", 3), Layers("mamba", 3))),

@@ -14,6 +14,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.request import Request
 
+from umbp.connector.groups import CacheGroup
 from umbp.connector.scheduler.block_book import BlockBook
 from umbp.connector.scheduler.pool_view import PoolView
 from umbp.errors import InvariantError
@@ -384,7 +385,7 @@ def test_of_every_cache_group_the_events_are_what_can_be_loaded_with_its_tokens(
         silent(engine)
         there: Blocks = set()
         for group in groups:
-            names = list(dict.fromkeys(name for r in requests for name in group.names(r.block_hashes)))
+            names = hashes_of_any(requests)
             # Not by the listened-to question, which would tell what it finds.
             stored = PoolView.stored(side._pool, group.group_id, names)
             there |= {
@@ -397,15 +398,44 @@ def test_of_every_cache_group_the_events_are_what_can_be_loaded_with_its_tokens(
         group.group_id for group in groups
     }
     contents = {
-        (group.group_id, outside_name(name)): list(request.all_token_ids[end - group.block_tokens : end])
+        (group.group_id, outside_name(name)): tokens_told(
+            group, request, (number + 1) * side._shape.hash_tokens
+        )
         for request in requests
         for group in groups
-        for number, name in enumerate(group.names(request.block_hashes))
-        if (end := (number + 1) * group.block_tokens)
+        for number, name in enumerate(request.block_hashes)
     }
     for event in engine.events.events:
         if isinstance(event, BlockStored):
             assert event.token_ids == [token for place in places(event) for token in contents[place]]
+            assert len(event.token_ids) == event.block_size * len(event.block_hashes)
+
+
+def hashes_of_any(requests: Sequence[Request]) -> list[bytes]:
+    return list(dict.fromkeys(name for request in requests for name in request.block_hashes))
+
+
+def tokens_told(group: CacheGroup, request: Request, end: int) -> list[int]:
+    """What is told of a block that ends there: its tokens if it is whole, else those of its last hash."""
+    count = group.hash_tokens if end % group.block_tokens else group.block_tokens
+    return list(request.all_token_ids[end - count : end])
+
+
+@pytest.mark.parametrize("how", [{"match_tokens": BLOCK}, {"ranks": 2, "kv_heads": 1, "dcp": 2}])
+def test_a_block_that_a_prompt_ends_inside_of_is_told_as_the_engine_tells_its_own(
+    embedded_pool: Any, make_engine: Any, how: dict[str, Any]
+) -> None:
+    wide = BLOCK if "dcp" in how else 2 * BLOCK
+    layers = (Layers("full", 1, block_tokens=wide), Layers("mamba", 2, block_tokens=wide))
+    engine = make_engine(embedded_pool(200), tells_events=True, layers=layers, **how)
+    request = engine.run(tokens(7 * BLOCK + 1), 1, salt="salt")
+    group = engine.connector.scheduler_side._shape.counted
+    tail = group.group_id, outside_name(request.block_hashes[6])
+    (its,) = (event for event in engine.events.own_events if tail in places(event))
+    (ours,) = (event for event in engine.events.events if tail in places(event))
+    told_fields = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "group_idx", "lora_id")
+    assert [getattr(ours, name) for name in told_fields] == [getattr(its, name) for name in told_fields]
+    assert ours.block_size == BLOCK
 
 
 def places(event: BlockStored | BlockRemoved) -> list[tuple[int | None, int | bytes]]:

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from umbp.connector import compat
-from umbp.connector.groups import GroupKind
+from umbp.connector.groups import CacheGroup, CacheShape, GroupKind
 from umbp.connector.hits import HitRules
 from umbp.connector.scheduler.account import Quarantine
 from umbp.connector.scheduler.find import ChainFinder, GroupsFinder
@@ -63,7 +63,13 @@ MODELS: dict[str, list[Any]] = {
     "full and states": [full(), states()],
     "full, window and states": [full(), window(33), states(32)],
     "states alone": [states()],
+    "full and states, finer hashes": [full(32), states(32)],
+    "full, two kinds of states, finer hashes": [full(64), states(32), states(64)],
+    "full, window and states, finer hashes": [full(64), window(40), states(32)],
+    "dealt tokens and states": [full(), states()],
 }
+FINER_HASHES = {name: 16 for name in MODELS if "finer" in name}
+DEALT = {"dealt tokens and states": 2}
 DRAFTED = [name for name in MODELS if "chunks" not in name]
 
 
@@ -95,7 +101,15 @@ class Pool:
 class Model:
     """One model's cache configuration, and the engine's own coordinator over a real block pool."""
 
-    def __init__(self, root: Path, specs: Sequence[Any], *, drafts: bool) -> None:
+    def __init__(
+        self,
+        root: Path,
+        specs: Sequence[Any],
+        *,
+        drafts: bool,
+        match_tokens: int | None = None,
+        dcp: int = 1,
+    ) -> None:
         self.config: VllmConfig = copy.copy(make_config(root, Shape(max_model_len=1024, blocks=100)))
         cache: KVCacheConfig = cache_configs(self.config)[-1]
         cache.kv_cache_groups = [
@@ -105,6 +119,10 @@ class Model:
         cache.hash_block_size = None
         if drafts:
             self.config.speculative_config = _Drafts()
+        self.config.cache_config = copy.copy(self.config.cache_config)
+        self.config.cache_config.prefix_match_unit = match_tokens
+        self.config.parallel_config = copy.copy(self.config.parallel_config)
+        self.config.parallel_config.decode_context_parallel_size = dcp
         self.cache = cache
         self.shape = compat.cache_shape(self.config, cache)
         self.hits = HitRules(self.config, cache)
@@ -115,13 +133,18 @@ class Model:
             use_eagle=drafts,
             enable_caching=True,
             enable_kv_cache_events=False,
-            dcp_world_size=1,
+            dcp_world_size=dcp,
             pcp_world_size=1,
-            scheduler_block_size=self.shape.hit_tokens,
+            scheduler_block_size=self.block_tokens,
             hash_block_size=self.shape.hash_tokens,
             num_prefill_lookahead=int(drafts),
-            allow_partial_hash_hits=False,
         )
+        assert self._coordinator.enable_partial_hash_hits == self.shape.is_fine if len(specs) > 1 else True
+
+    @property
+    def block_tokens(self) -> int:
+        """After so many tokens a block ends in every group."""
+        return compat.scheduler_block_tokens(self.config, self.cache)
 
     def own_hit(self, stored: dict[int, set[bytes]], limit: int) -> int:
         """The engine's answer, had it computed all these blocks itself."""
@@ -155,8 +178,16 @@ class _Drafts:
 
 @pytest.fixture(scope="module")
 def models(root: Path) -> dict[tuple[str, bool], Model]:
-    plain = {(name, False): Model(root, specs, drafts=False) for name, specs in MODELS.items()}
-    return plain | {(name, True): Model(root, MODELS[name], drafts=True) for name in DRAFTED}
+    return {
+        (name, drafts): Model(
+            root,
+            MODELS[name],
+            drafts=drafts,
+            match_tokens=FINER_HASHES.get(name),
+            dcp=DEALT.get(name, 1),
+        )
+        for name, drafts in CASES
+    }
 
 
 @pytest.fixture(scope="module")
@@ -173,13 +204,41 @@ def finder_for(model: Model, pool: Any, quarantine: Quarantine) -> Any:
 def is_whole(model: Model, stored: dict[int, set[bytes]], end: int, limit: int) -> bool:
     """Whether all is there that a hit of so many tokens reads, or that speculation wants to see behind it."""
     for group in model.shape.groups:
+        there = stored[group.group_id]
         needed = model.hits.needed(group.group_id, end)
-        stop = needed.stop + group.drops_last_block
         names = group.names(HASHES)
-        seen = len(names) if len(model.shape.groups) > 1 else limit // group.block_tokens
-        if stop > seen or not set(names[needed.start : stop]) <= stored[group.group_id]:
+        if model.shape.is_fine and group.kind is GroupKind.FULL:
+            is_there = set(names[: end // group.block_tokens]) <= there
+            is_there &= has_tail(model, group, there, end, limit)
+        elif model.shape.is_fine and group.kind is GroupKind.STATE:
+            is_there = HASHES[end // model.shape.hash_tokens - 1] in there
+        else:
+            stop = needed.stop + group.drops_last_block
+            seen = len(names) if len(model.shape.groups) > 1 else limit // group.block_tokens
+            is_there = stop <= seen and set(names[needed.start : stop]) <= there
+        if not is_there:
             return False
     return True
+
+
+def has_tail(model: Model, group: CacheGroup, there: set[bytes], end: int, limit: int) -> bool:
+    """Whether the block that a hit ends inside of is there, up to its end or further, and with a hash more
+    where speculation gives up one. The engine looks no further than the limit, and that hash.
+    """
+    unit = model.shape.hit_tokens
+    end += unit * group.drops_last_block
+    whole = (end - 1) // group.block_tokens * group.block_tokens
+    if end % group.block_tokens == 0:
+        ends = [end]
+    else:
+        last = min(whole + group.block_tokens, limit + unit * group.drops_last_block, len(HASHES) * unit)
+        ends = list(range(end, last + 1, unit))
+    before = set(group.names(HASHES)[: whole // group.block_tokens])
+    return before <= there and any(HASHES[one // unit - 1] in there for one in ends if one <= last_hash(unit))
+
+
+def last_hash(unit: int) -> int:
+    return len(HASHES) * unit
 
 
 CASES = [(name, False) for name in MODELS] + [(name, True) for name in DRAFTED]
@@ -196,30 +255,50 @@ def contents(draw: st.DrawFn) -> list[set[bytes]]:
     return made
 
 
+def stored_of(shape: CacheShape, made: Sequence[set[bytes]], tails: Sequence[int]) -> dict[int, set[bytes]]:
+    """What is stored of each group, where of the blocks that aren't whole only those are that end in one of
+    the `tails`.
+    """
+    stored = {}
+    for group in shape.groups:
+        names = set(group.names(HASHES))
+        if shape.is_fine and group.kind in (GroupKind.FULL, GroupKind.STATE):
+            names |= {HASHES[place] for place in tails}
+        stored[group.group_id] = names & made[group.group_id]
+    return stored
+
+
 @pytest.mark.parametrize(
     "case", CASES, ids=[f"{name}{' drafted' if drafts else ''}" for name, drafts in CASES]
 )
 @settings(max_examples=30)
-@given(made=contents(), limit=st.integers(0, 48 * 16), local=st.integers(0, 12))
+@given(
+    made=contents(),
+    limit=st.integers(0, 48 * 16),
+    local=st.integers(0, 12),
+    tails=st.lists(st.integers(0, 47), max_size=24),
+)
 def test_what_is_offered_is_what_the_engine_would_find(
     models: dict[tuple[str, bool], Model],
     case: tuple[str, bool],
     made: list[set[bytes]],
     limit: int,
     local: int,
+    tails: list[int],
 ) -> None:
     """The engine's own blocks may be missing outside: the answer is that of both together."""
     model = models[case]
     shape = model.shape
-    stored = {group.group_id: set(group.names(HASHES)) & made[group.group_id] for group in shape.groups}
-    start = local * shape.hit_tokens
+    stored = stored_of(shape, made, tails)
+    start = min(local * model.block_tokens, 48 * 16 // model.block_tokens * model.block_tokens)
     limit = max(limit // shape.hit_tokens * shape.hit_tokens, start)
     together = {
         group.group_id: stored[group.group_id] | set(group.names(HASHES)[: start // group.block_tokens])
         for group in shape.groups
     }
     pool = Pool({group_id: set(names) for group_id, names in stored.items()})
-    end = finder_for(model, pool, Quarantine(TickClock())).hold("r", HASHES, start, limit)
+    hit = finder_for(model, pool, Quarantine(TickClock())).hold("r", HASHES, start, limit)
+    end = hit.end
     steps = range(limit, start, -shape.hit_tokens)
     assert end == next((tokens for tokens in steps if is_whole(model, together, tokens, limit)), start)
     if not (case[1] and any(group.kind is GroupKind.WINDOW for group in shape.groups)):
@@ -231,8 +310,13 @@ def test_what_is_offered_is_what_the_engine_would_find(
         needed = [
             names[row]
             for row in model.hits.needed(group.group_id, end)
-            if row >= start // group.block_tokens and end > start
+            if start // group.block_tokens <= row < end // group.block_tokens and end > start
         ]
+        if end % group.block_tokens:
+            needed.append(hit.tails[group.group_id])
+            held_tokens = (HASHES.index(hit.tails[group.group_id]) + 1) * shape.hash_tokens
+            assert end <= held_tokens <= -(-end // group.block_tokens) * group.block_tokens
+            assert held_tokens == end or group.kind is GroupKind.FULL
         assert {name for group_id, name in held if group_id == group.group_id} >= set(needed)
 
 
@@ -241,14 +325,14 @@ def test_what_goes_before_it_is_held_shortens_the_hit(models: dict[tuple[str, bo
     pool = Pool({0: set(HASHES), 1: set(HASHES)})
     finder = finder_for(model, pool, Quarantine(TickClock()))
     pool.vanishing = {(1, HASHES[39])}
-    assert finder.hold("r", HASHES, 0, 40 * 16) == 39 * 16
+    assert finder.hold("r", HASHES, 0, 40 * 16).end == 39 * 16
     assert {name for group_id, name in pool.held["r"] if group_id == 1} == set(HASHES[36:39])
 
 
 def test_nothing_is_held_where_nothing_is_offered(models: dict[tuple[str, bool], Model]) -> None:
     model = models["full and window", False]
     pool = Pool({0: set(HASHES), 1: set()})
-    assert finder_for(model, pool, Quarantine(TickClock())).hold("r", HASHES, 0, 640) == 0
+    assert finder_for(model, pool, Quarantine(TickClock())).hold("r", HASHES, 0, 640).end == 0
     assert pool.held == {}
 
 
@@ -259,7 +343,7 @@ def test_what_failed_to_load_is_not_offered_again(models: dict[tuple[str, bool],
         group = model.shape.groups[-1]
         quarantine.add((group.group_id, HASHES[9]))
         pool = Pool({group.group_id: set(HASHES) for group in model.shape.groups})
-        end = finder_for(model, pool, quarantine).hold("r", HASHES, 0, 10 * 16)
+        end = finder_for(model, pool, quarantine).hold("r", HASHES, 0, 10 * 16).end
         assert end == 9 * 16, name
 
 

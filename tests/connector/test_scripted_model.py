@@ -25,6 +25,12 @@ SHAPES = {
     "state inside blocks": Shape(
         layers=(Layers("full", 1, block_tokens=32), Layers("mamba", 2, block_tokens=32)), match_tokens=BLOCK
     ),
+    "state inside blocks, guessed": Shape(
+        layers=(Layers("full", 1, block_tokens=32), Layers("mamba", 2, block_tokens=32)),
+        match_tokens=BLOCK,
+        drafts=2,
+        drafter="eagle",
+    ),
     "three kinds": Shape(layers=(FULL, Layers("sliding", 1, 40), Layers("mamba", 1))),
     "mla on ranks": Shape(layers=(Layers("mla", 2),), ranks=2),
     "one head for two ranks": Shape(ranks=2, kv_heads=1),

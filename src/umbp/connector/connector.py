@@ -118,6 +118,16 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, [])
 
+    def register_finished_partial_tail(
+        self,
+        request: Request,
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        # They get pins of their own as well.
+        self.scheduler_side.leave_states(request, partial_tail_offloads)
+        return False
+
     def has_pending_push_work(self) -> bool:
         return self.scheduler_side.has_pending_stores()
 
@@ -150,7 +160,7 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Nothing to do: whole blocks are stored after the forward."""
+        """Nothing to do: blocks are stored after the forward."""
 
     def wait_for_save(self) -> None:
         self.worker_side.submit_stores(self._metadata())

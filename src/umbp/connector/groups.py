@@ -7,6 +7,11 @@ the last of them.
     hashes   |  0 |  1 |  2 |  3 |  4 |  5 |
     group 0  |  0 |  1 |  2 |  3 |  4 |  5 |     one hash a block
     group 1  |    1    |    3    |    5    |     two hashes a block
+
+Where the engine's hits may end inside a block, one that is filled so far only is kept as well, named by the
+hash at that place; what it holds behind it means nothing. In group 1 a prompt that ends with hash 4 leaves
+
+    group 1  |    1    |    3    |  4 |
 """
 
 from __future__ import annotations
@@ -40,11 +45,24 @@ class CacheGroup:
     drops_last_block: bool = False
     """Speculation computes the last block of every hit anew: a hit is a block shorter than what is there."""
 
+    @property
+    def hash_tokens(self) -> int:
+        """Tokens of a prefix hash."""
+        return self.block_tokens // self.hashes_per_block
+
     def names(self, block_hashes: Sequence[bytes]) -> Sequence[bytes]:
         """The names of the whole blocks of a prefix, of which these are all hashes."""
         if self.hashes_per_block == 1:
             return block_hashes
         return list(block_hashes)[self.hashes_per_block - 1 :: self.hashes_per_block]
+
+    def tail_tokens(self, prompt_tokens: int) -> int | None:
+        """Where a prompt's last hash ends, as far as a hit of the same prompt can use it, if that is inside a
+        block.
+        """
+        usable = prompt_tokens if self.drops_last_block else prompt_tokens - 1
+        end = usable // self.hash_tokens * self.hash_tokens
+        return end if end % self.block_tokens else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +83,11 @@ class CacheShape:
         has worked is of use.
         """
         return len(self.groups) == 1 and self.groups[0].kind is GroupKind.FULL
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether hits may end inside a block."""
+        return any(group.block_tokens > self.hit_tokens for group in self.groups)
 
     @property
     def counted(self) -> CacheGroup:

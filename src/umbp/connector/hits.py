@@ -20,6 +20,7 @@ class HitRules:
         few_blocks = copy.copy(kv_cache_config)
         few_blocks.num_blocks = 2
         hit_tokens, hash_tokens = compat.hit_and_hash_tokens(vllm_config, kv_cache_config)
+        block_tokens = compat.scheduler_block_tokens(vllm_config, kv_cache_config)
         coordinator: Any = get_kv_cache_coordinator(
             few_blocks,
             max_model_len=vllm_config.model_config.max_model_len,
@@ -29,10 +30,10 @@ class HitRules:
             enable_kv_cache_events=False,
             dcp_world_size=vllm_config.parallel_config.decode_context_parallel_size,
             pcp_world_size=1,
-            scheduler_block_size=hit_tokens,
+            scheduler_block_size=block_tokens,
             hash_block_size=hash_tokens,
             num_prefill_lookahead=vllm_config.num_prefill_lookahead_tokens,
-            allow_partial_hash_hits=False,
+            allow_partial_hash_hits=hit_tokens < block_tokens,
         )
         self._managers: Sequence[Any] = coordinator.single_type_managers
 
@@ -40,7 +41,7 @@ class HitRules:
         """Which blocks of a group the engine gives memory to for a hit of so many tokens, and reads."""
         manager = self._managers[group_id]
         skipped = max(manager.get_num_skipped_tokens(tokens), 0)
-        return range(skipped // manager.block_size, tokens // manager.block_size)
+        return range(skipped // manager.block_size, -(-tokens // manager.block_size))
 
     def reachable(self, group_id: int, start: int, end: int) -> Sequence[bool] | None:
         """Which of a group's blocks from `start` to `end` can ever be part of a hit; None for all."""

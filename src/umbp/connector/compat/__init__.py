@@ -33,6 +33,7 @@ from umbp.connector.compat.model import (
     hash_seed,
     hit_and_hash_tokens,
     is_supported_version,
+    scheduler_block_tokens,
     turns_latent_queries_wrongly,
     unsupported_cache_group,
     vllm_minor_version,
@@ -45,6 +46,7 @@ from umbp.connector.compat.steps import (
     prompt_tokens,
     reads_prefix_cache,
     scheduled_requests,
+    straighten_copies,
     taken_blocks,
 )
 
@@ -76,6 +78,8 @@ __all__ = [
     "prompt_tokens",
     "reads_prefix_cache",
     "scheduled_requests",
+    "scheduler_block_tokens",
+    "straighten_copies",
     "taken_blocks",
     "tells_evictions",
     "tells_kv_events",

@@ -9,7 +9,11 @@ from typing import Any
 import vllm
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size, resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import (
+    resolve_cache_hit_alignment_tokens,
+    resolve_dcp_kv_block_size,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -49,8 +53,15 @@ def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 
 def hit_and_hash_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:
     """Tokens that every hit is a multiple of, and tokens per entry of `Request.block_hashes`."""
-    hit_tokens, _ = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    return hit_tokens, hash_block_tokens(vllm_config, kv_cache_config)
+    hash_tokens = hash_block_tokens(vllm_config, kv_cache_config)
+    step_tokens = scheduler_block_tokens(vllm_config, kv_cache_config)
+    hit_tokens = resolve_cache_hit_alignment_tokens(kv_cache_config, vllm_config, step_tokens, hash_tokens)
+    return hit_tokens, hash_tokens
+
+
+def scheduler_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Tokens after which a block ends in every cache group."""
+    return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[0])
 
 
 def drops_last_block(vllm_config: VllmConfig) -> bool:

@@ -67,6 +67,23 @@ def block_tables(output: SchedulerOutput, request_id: str) -> tuple[list[int], .
     return None if state is None else state.get_block_ids(request_id)
 
 
+def straighten_copies(output: SchedulerOutput) -> None:
+    """Make every block that this step copies come from where its content is before the step.
+
+    A hit that ends inside a block gets a copy of it, and the copy may be the next request's hit in the same
+    step. vLLM's workers copy all at once: the next would get what the first copy's block held before.
+    """
+    copies = output.kv_cache_block_copies
+    if not copies:
+        return
+    origins: dict[int, int] = {}
+    for place, copy in enumerate(copies):
+        origin = origins.get(copy.src_block_id, copy.src_block_id)
+        origins[copy.dst_block_id] = origin
+        if origin != copy.src_block_id:
+            copies[place] = copy._replace(src_block_id=origin)
+
+
 def offered_states(output: SchedulerOutput, request_id: str) -> Sequence[tuple[int, int, int]]:
     """Blocks with a request's state at a block's end, as `(group, block id, tokens)`. They hold it once this
     step has run, and belong to others later: whoever wants one pins it now.

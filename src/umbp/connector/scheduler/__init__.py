@@ -180,7 +180,8 @@ class SchedulerSide:
         if state.promise is None or state.answer is None:
             raise InvariantError(f"request {request.request_id} is given {external_tokens} unpromised tokens")
         start = state.answer.local_tokens
-        spans = self._planner.load_spans(request.block_hashes, tables, start, start + external_tokens)
+        end = start + external_tokens
+        spans = self._planner.load_spans(request.block_hashes, tables, state.promise, start, end)
         batch = self._planner.load_batch(request.request_id, spans)
         entry = LoadEntry(
             request.request_id,
@@ -218,6 +219,16 @@ class SchedulerSide:
         if state.was_counted:
             self._note(state, "end")
 
+    def leave_states(self, request: Request, offers: Sequence[tuple[int, int, int]]) -> None:
+        """The request is about to end with these states in its blocks, as `(group, block id, tokens)`, and
+        would take them along.
+        """
+        state = self._requests.get(request.request_id)
+        if state is None or self._writer is None:
+            return
+        if spans := self._planner.left_behind(state, offers):
+            self._writer.leave(request.request_id, spans)
+
     # One step
 
     def plan_step(self, output: SchedulerOutput) -> UMBPConnectorMetadata:
@@ -238,6 +249,7 @@ class SchedulerSide:
             if is_again:
                 meta.reloads.add(request_id)
         self._admitted = {}
+        compat.straighten_copies(output)
         self._plan_stores(output, meta)
         if self._timer is not None and meta.has_forward:
             meta.timed_step = self._timer.begin(compat.prompt_tokens(output))
@@ -274,7 +286,7 @@ class SchedulerSide:
 
     def has_pending_stores(self) -> bool:
         """Whether source blocks are pinned, so that the engine must keep stepping to get them back."""
-        return len(self._stores) > 0
+        return len(self._stores) > 0 or (self._writer is not None and self._writer.waits_for_step)
 
     def delays_allocations(self) -> bool:
         """Whether the engine should rather wait for blocks than take them away from a request."""
@@ -350,6 +362,9 @@ class SchedulerSide:
         finish = "" if reason is None else str(reason)
         for group in self._shape.groups if self._pool.takes_notes else ():
             names = group.names(request.block_hashes)
+            if self._shape.is_fine and (tail := group.tail_tokens(request.num_prompt_tokens)) is not None:
+                # Before the others: a prompt's last block is what its conversation goes on from.
+                names = [request.block_hashes[tail // group.hash_tokens - 1], *names]
             self._pool.note(group.group_id, request.request_id, phase, names, output_tokens, finish)
 
     def _is_filling(self, request: Request, computed_tokens: int) -> bool:

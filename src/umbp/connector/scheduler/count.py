@@ -100,8 +100,12 @@ class Counts:
     def left_out(self, spans: Sequence[BlockSpan]) -> None:
         """These blocks are not stored, as one before them was lost: no worker hears of them."""
         counted = self._shape.counted
-        blocks = sum(len(span) for span in spans if span.group_id == counted.group_id)
+        tokens = sum(
+            len(span) * (span.filled_tokens or counted.block_tokens)
+            for span in spans
+            if span.group_id == counted.group_id
+        )
         size = sum(len(span) * self._pool.block_bytes(span.group_id) for span in spans)
         tier = self._pool.tier
-        self._stats.add("dropped_store_tokens", blocks * counted.block_tokens, tier, LossReason.BEHIND)
+        self._stats.add("dropped_store_tokens", tokens, tier, LossReason.BEHIND)
         self._stats.add("dropped_store_bytes", size, tier, LossReason.BEHIND)

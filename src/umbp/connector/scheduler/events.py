@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from umbp.connector import compat
 from umbp.connector.compat import GroupLabel
-from umbp.connector.groups import CacheShape
+from umbp.connector.groups import CacheGroup, CacheShape
 from umbp.connector.scheduler.account import StoreEntry
 from umbp.connector.scheduler.block_book import BlockBook, Place
 from umbp.connector.scheduler.pool_view import PoolView
@@ -123,11 +123,13 @@ class KVEvents:
     def _follows(self, group_id: int, before: Place | None, place: Place | None) -> bool:
         if before is None or place is None or place[0] is not before[0]:
             return False
-        return place[1] == before[1] + self._groups[group_id].hashes_per_block
+        group = self._groups[group_id]
+        return _is_whole(group, place) and place[1] == before[1] + group.hashes_per_block
 
     def _stored(self, group_id: int, run: Sequence[tuple[bytes, Place | None]]) -> KVCacheEvent:
         """One event for blocks that follow each other in one prompt. A block whose tokens nobody knows any
-        more is told by its hash alone.
+        more is told by its hash alone. One that is filled so far only is told as vLLM does, by the tokens of
+        its last hash.
 
         | ... parent | run[0] | run[1] | ... | run[-1] |
                      start                             end
@@ -139,19 +141,24 @@ class KVEvents:
         if first is None or last is None:
             return compat.block_stored(label, group.block_tokens, hashes, locality=self._locality)
         chain, index = first
-        before = index - group.hashes_per_block
+        tokens_each = group.block_tokens if _is_whole(group, first) else self._hash_tokens
+        before = index - tokens_each // self._hash_tokens
         start, end = (before + 1) * self._hash_tokens, (last[1] + 1) * self._hash_tokens
         return compat.block_stored(
             label,
-            group.block_tokens,
+            tokens_each,
             hashes,
             parent=chain.hashes[before] if before >= 0 else None,
             tokens=chain.tokens[start:end],
             adapter=chain.adapter,
-            extra_keys=chain.extra_keys(start, end, group.block_tokens),
+            extra_keys=chain.extra_keys(start, end, tokens_each),
             session_id=chain.session_id,
             locality=self._locality,
         )
+
+
+def _is_whole(group: CacheGroup, place: Place) -> bool:
+    return (place[1] + 1) % group.hashes_per_block == 0
 
 
 def _hashes(batch: BlockStoreBatch) -> list[bytes]:

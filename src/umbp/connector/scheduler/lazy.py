@@ -114,6 +114,14 @@ class LazyWriter:
         self._cushion += compat.unpin_evictable(self._block_pool, block_ids, entry.behind)
         return []
 
+    def leave(self, request_id: str, spans: Sequence[BlockSpan]) -> None:
+        """An engine whose blocks can be stored lazily has no states."""
+
+    @property
+    def waits_for_step(self) -> bool:
+        """False: what is pinned is pinned by a step's plan."""
+        return False
+
     def note_load(self, blocks: int, loaded_blocks: int) -> None:
         self._taken_by_loads += blocks
         self._filled_by_loads += loaded_blocks

@@ -82,8 +82,8 @@ class Matcher:
         if limit <= start:
             return None
         owner = f"{state.request.request_id}#{next(self._owners)}"
-        end = self._finder.hold(owner, state.request.block_hashes, start, limit)
-        return Promise(owner, start, end) if end > start else None
+        hit = self._finder.hold(owner, state.request.block_hashes, start, limit)
+        return Promise(owner, start, hit.end, hit.tails) if hit.end > start else None
 
     def withdraw(self, state: RequestState) -> None:
         """Give back what was promised to this request and not handed over to a load."""

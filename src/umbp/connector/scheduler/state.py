@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ class Promise:
     owner: str
     start: int
     end: int
+    tails: Mapping[int, bytes] = field(default_factory=dict)
+    """Of each cache group in which the end lies inside a block: the name that this block is kept under."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,16 @@ the plan until every rank has reported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from umbp.connector import compat
 from umbp.connector.scheduler.account import StoredObject, StoreEntry
 from umbp.connector.scheduler.count import Counts
-from umbp.connector.scheduler.plan import Planner
+from umbp.connector.scheduler.plan import BlockSpan, Planner
 from umbp.connector.scheduler.state import RequestState
-from umbp.data import BlockStoreBatch, LossReason
+from umbp.data import LossReason
+from umbp.errors import InvariantError
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -47,12 +48,23 @@ class Writer(Protocol):
         """
         ...
 
+    def leave(self, request_id: str, spans: Sequence[BlockSpan]) -> None:
+        """A request ends, and these blocks of its go with it unless they are pinned now, to be stored by the
+        next step.
+        """
+        ...
+
     def note_load(self, blocks: int, loaded_blocks: int) -> None:
         """A request that loads was given so many blocks, so many of them to be filled by the load."""
         ...
 
     def forget(self) -> None:
         """The pool was cleared: nothing that was computed before is stored any more."""
+        ...
+
+    @property
+    def waits_for_step(self) -> bool:
+        """Whether blocks are pinned that no step has been told to store yet."""
         ...
 
     @property
@@ -77,20 +89,38 @@ class ThroughWriter:
         self._block_pool = block_pool
         self._counts = counts
         self._runs = runs
+        self._left: dict[str, list[BlockSpan]] = {}
+        """What requests that have ended left to be stored, pinned already."""
 
     def plan(self, output: SchedulerOutput, unfinished: dict[str, RequestState]) -> StoreEntry | None:
-        batches: dict[str, BlockStoreBatch] = {}
+        lacking = {request_id: self._planner.lacking(spans) for request_id, spans in self._left.items()}
         for request_id, state, computed_tokens in storing_requests(self._planner, output, unfinished):
             spans = self._planner.completed(state, computed_tokens, output)
             if state.has_lost_store:
                 self._counts.left_out(spans)
-            elif spans and (lacking := self._planner.lacking(spans, has_gaps=state.stores_again > 0)):
-                batches[request_id] = self._planner.store_batch(request_id, lacking)
+            elif spans:
+                # A request of this name may have ended just before.
+                fresh = self._planner.lacking(spans, has_gaps=state.stores_again > 0)
+                lacking.setdefault(request_id, []).extend(fresh)
+        batches = {one: self._planner.store_batch(one, spans) for one, spans in lacking.items() if spans}
         if not batches:
+            self._unpin_left()
             return None
         entry = StoreEntry(batches)
         compat.pin_blocks(self._block_pool, entry.block_ids)
+        self._unpin_left()
         return entry
+
+    def leave(self, request_id: str, spans: Sequence[BlockSpan]) -> None:
+        for span in spans:
+            compat.pin_blocks(self._block_pool, span.block_ids)
+        self._left.setdefault(request_id, []).extend(spans)
+
+    def _unpin_left(self) -> None:
+        left, self._left = self._left, {}
+        for spans in left.values():
+            for span in spans:
+                compat.unpin_blocks(self._block_pool, span.block_ids)
 
     def give_back(
         self, entry: StoreEntry, failed: set[StoredObject], reason: LossReason, requests: Requests
@@ -117,6 +147,11 @@ class ThroughWriter:
 
     def forget(self) -> None:
         """Each request knows by itself whether it is older than a reset."""
+        self._unpin_left()
+
+    @property
+    def waits_for_step(self) -> bool:
+        return bool(self._left)
 
     @property
     def delays_allocations(self) -> bool:
@@ -124,7 +159,10 @@ class ThroughWriter:
         return False
 
     def audit(self) -> None:
-        """Nothing is kept here."""
+        for request_id, spans in self._left.items():
+            for block_id in (block_id for span in spans for block_id in span.block_ids):
+                if self._block_pool.blocks[block_id].ref_cnt < 1:
+                    raise InvariantError(f"block {block_id} of {request_id} is to be stored and not pinned")
 
 
 def storing_requests(
@@ -145,7 +183,7 @@ def storing_requests(
         if state.is_loading or request_id in waiting:
             continue
         yield request_id, state, computed_tokens
-        if planner.is_done(state):
+        if planner.is_done(state, computed_tokens):
             del unfinished[request_id]
 
 

@@ -26,13 +26,18 @@ class EventRecorder(EventPublisher):
         super().__init__()
         self.events: list[Any] = []
         """All of the pool's, in order."""
+        self.own_events: list[Any] = []
+        """All of the engine's own cache's."""
         self.stored: dict[tuple[int | None, int | bytes], BlockStored] = {}
         """What the pool has by now, by group and hash, with the event that said so."""
 
     def publish(self, events: EventBatch) -> None:
         for event in BATCH.decode(TEXT.encode(events)).events:
             # The engine's own cache is cleared by itself; what is in the pool stays.
-            if isinstance(event, AllBlocksCleared) or event.medium != MEDIUM_CPU:
+            if isinstance(event, AllBlocksCleared):
+                continue
+            if event.medium != MEDIUM_CPU:
+                self.own_events.append(event)
                 continue
             self.events.append(event)
             self._replay(event)

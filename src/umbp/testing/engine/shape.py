@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 BLOCK = 16
@@ -128,7 +128,7 @@ def model_layers(shape: Shape) -> list[Layer]:
     layers = [Layer(name, like) for name, like in zip(names, mixed, strict=True)]
     if shape.has_draft_layer:
         attention = next(each for each in shape.layers if each.kind != "mamba")
-        like = Layers("mla" if attention.kind == "mla" else "full", 1, head_size=attention.head_size)
+        like = replace(attention, kind="mla" if attention.kind == "mla" else "full", count=1, window_tokens=0)
         layers.append(Layer(f"model.layers.{total}.self_attn.attn", like, is_draft=True))
     return layers
 
