@@ -15,7 +15,7 @@ from umbp.errors import ConfigError
 from umbp.options import Options
 from umbp.store.base import ClusterStore, StoreError
 from umbp.store.factory import BUILT_IN, GROUP, create_store, plug_in_stores
-from umbp.store.mooncake import MooncakeSettings
+from umbp.store.mooncake_client import MooncakeSettings
 from umbp.store.redis import RedisSettings
 from umbp.store.settings import markdown_table, read_settings, rows_of
 from umbp.testing.plugins import write_plug_in
@@ -198,7 +198,7 @@ def test_a_missing_system_library_is_named_with_debians_packages(tmp_path: Path)
     (package / "store.py").write_text("raise ImportError('libibverbs.so.1: cannot open')\n")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
-        "from umbp.store.mooncake import require_library; require_library()"
+        "from umbp.store.mooncake_client import require_library; require_library()"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
     assert "libibverbs.so.1" in told

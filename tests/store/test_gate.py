@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from umbp.errors import ConfigError
 from umbp.store.base import ClusterStore, Outcome, StoreError
 from umbp.store.gate import Backoff, GateLimits, StoreGate, StoreUnavailable, Why
 from umbp.testing.clock import TickClock
-from umbp.testing.stores.memory import MemoryCluster
+from umbp.testing.stores.memory import TRAITS, MemoryCluster
 
 WAIT_S = 60.0
 EVEN = Backoff(first_s=0.25, most_s=5.0, steady_s=30.0, jitter=0.0)
@@ -394,6 +395,19 @@ def test_a_store_that_stays_broken_is_replaced_and_gets_its_memory_again(site: S
     site.moved_until(lambda: first.is_closed)
 
 
+def test_a_store_that_recovers_by_itself_is_kept_however_long_it_stays_broken(site: Site) -> None:
+    site.cluster.traits = replace(TRAITS, recovers=True)
+    gate = site.opened(GateLimits(patience=3))
+    store = site.cluster.stores[0]
+    store.is_broken = True
+    assert gate.call(asks, 1.0) == [Outcome.BROKEN]
+    site.moved_until(lambda: store.calls.count("probe") > 10)
+    store.is_broken = False
+    site.moved_until(lambda: gate.is_well)
+    assert gate.counts().replaced == 0
+    assert site.cluster.stores == [store]
+
+
 def test_a_store_whose_probe_hangs_is_replaced(site: Site) -> None:
     gate = site.opened()
     site.cluster.hang("probe")
@@ -571,7 +585,7 @@ def test_a_closed_gate_refuses_everything(site: Site) -> None:
 def test_a_store_that_hangs_everywhere_keeps_no_interpreter_from_exiting() -> None:
     program = """
 from umbp.store.gate import StoreGate, StoreUnavailable
-from umbp.testing.stores.memory import MemoryCluster
+from umbp.testing.stores.memory import TRAITS, MemoryCluster
 cluster = MemoryCluster()
 gate = StoreGate("memory", cluster.connect)
 gate.open(30.0)

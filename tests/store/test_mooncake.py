@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,9 +13,10 @@ from typing import TypeVar
 import pytest
 
 from umbp.errors import InvariantError
-from umbp.store import mooncake, mooncake_codes
+from umbp.store import mooncake, mooncake_client, mooncake_codes
 from umbp.store.base import Outcome, StoreError
-from umbp.store.mooncake import MooncakeSettings, MooncakeStore
+from umbp.store.mooncake import MooncakeStore
+from umbp.store.mooncake_client import MooncakeSettings
 from umbp.testing.stores.rig import StoreRig
 from umbp.testing.stores.servers import MortalMooncake, start_node
 
@@ -90,9 +92,26 @@ def test_the_operators_limits_of_time_are_kept(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "7")
     monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "")
     monkeypatch.delenv("MC_TCP_PROGRESS_TIMEOUT_SEC")
-    mooncake.set_environment(1500)
-    assert mooncake.os.environ["MC_RPC_TIMEOUT_MS"] == "7"
-    assert mooncake.os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "2"
+    mooncake_client.set_environment(1500)
+    assert os.environ["MC_RPC_TIMEOUT_MS"] == "7"
+    assert os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "2"
+
+
+@pytest.mark.slow
+def test_a_dead_master_is_noticed_at_once_and_the_same_client_goes_on_with_its_successor(
+    cluster: MortalMooncake, rig: StoreRig
+) -> None:
+    cluster.kill()
+    for _ in range(3):
+        is_well, took_s, _ = beside(rig.store.probe)
+        assert not is_well
+        assert took_s < 1.0, "a probe that takes long would pass for one that hangs"
+    cluster.revive()
+    until_s = time.monotonic() + 60
+    while rig.put({"a": b"value"}) != [DONE]:
+        assert time.monotonic() < until_s
+    assert rig.store.probe()
+    assert rig.fetch({"a": b"value"}) == [DONE]
 
 
 @pytest.mark.slow

@@ -16,7 +16,9 @@ class GateLimits:
     most_held: int = 2
     """Store objects that were given up while somebody was inside, and aren't closed yet."""
     patience: int = 3
-    """So many probes in a row may fail before a fresh store object is tried."""
+    """So many probes in a row may fail before a fresh store object is tried, unless the store says that it
+    `recovers`.
+    """
     least_silence_s: float = 0.02
     """A store that had a call for less than this isn't taken for ill, however short the caller's time was."""
     probe_timeout_s: float = 2.0

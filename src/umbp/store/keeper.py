@@ -187,7 +187,10 @@ class StoreKeeper:
     def _is_spent(self, connection: Connection) -> bool:
         if not connection.is_opened:
             return connection.failures > 0
-        return connection.failures >= self._limits.patience or connection.is_worn_out()
+        if connection.is_worn_out():
+            return True
+        recovers = connection.store is not None and connection.store.traits.recovers
+        return connection.failures >= self._limits.patience and not recovers
 
     def _connect(self) -> Connection:
         self._made += 1

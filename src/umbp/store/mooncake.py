@@ -19,34 +19,36 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
-import math
-import os
 import re
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from umbp.errors import ConfigError, InvariantError
-from umbp.kinds import Choice, Size, Text, Whole
 from umbp.options import Options
 from umbp.store.base import Outcome, StoreError, StoreTraits
+from umbp.store.mooncake_client import (
+    MODULE,
+    PROBE_KEY,
+    MooncakeSettings,
+    leave,
+    listens,
+    own_address,
+    package,
+    require_library,
+    require_master,
+    set_environment,
+    setup_arguments,
+)
 from umbp.store.mooncake_codes import (
     outcome_of_exists,
     outcome_of_get,
     outcome_of_put,
     outcome_of_remove,
 )
-from umbp.store.settings import read_settings, setting
+from umbp.store.settings import read_settings
 
 NAME = "mooncake"
-DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
-MODULE = "mooncake.store"
 
 MOST_RANGES = 1024
 """Ranges under way at once, over all threads: 2,048 fail now and then, 1,024 never did. One object is one
@@ -72,49 +74,6 @@ TRAITS = {
     for protocol in ("tcp", "rdma")
 }
 
-PROBE_KEY = "umbp:probe"
-"""Nobody puts it; asking for it takes the way over the network that every question takes."""
-
-RETRY_S = 5.0
-"""So often a client that waits to be closed asks whether its master answers again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MooncakeSettings:
-    """`store_options` of the store `mooncake`."""
-
-    master: str = setting(
-        "",
-        Text("host:port", r"[^\s:/]+:[0-9]{1,5}|\[[0-9a-fA-F:]+\]:[0-9]{1,5}"),
-        "where `mooncake_master` listens for calls",
-        is_required=True,
-    )
-    protocol: str = setting("tcp", Choice(("tcp", "rdma")), "how bytes move between hosts")
-    device: str = setting(
-        "",
-        Text("names of RDMA devices, with commas between", r"[A-Za-z0-9_.-]+(,[A-Za-z0-9_.-]+)*"),
-        "the devices to use; with `rdma` alone",
-        default="all",
-    )
-    segment_bytes: int = setting(
-        0, Size(low=0), "memory that each worker offers to the cluster; 0: none, storage nodes have it all"
-    )
-    buffer_bytes: int = setting(
-        0, Size(low=0), "memory of Mooncake's own for calls that copy; nothing here makes such calls"
-    )
-    local_hostname: str | None = setting(
-        None,
-        Text("a host's name or address", r"[^\s:/]+"),
-        "by which the other hosts reach this one",
-        default="the address from which the master is reached",
-    )
-    metadata: str = setting("P2PHANDSHAKE", Text("P2PHANDSHAKE or an URL"), "Mooncake's metadata server")
-    timeout_ms: int = setting(
-        1500,
-        Whole(100, 600_000, "ms"),
-        "a master or node that is silent for longer is taken for dead; of the whole process",
-    )
-
 
 def make_store(options: Options, *, serves_memory: bool) -> MooncakeStore:
     settings = read_settings(MooncakeSettings, NAME, options.store_options)
@@ -122,22 +81,6 @@ def make_store(options: Options, *, serves_memory: bool) -> MooncakeStore:
         raise ConfigError("option 'device' in 'store_options' has no effect without protocol 'rdma'")
     require_library()
     return MooncakeStore(settings, serves_memory=serves_memory)
-
-
-def require_library() -> None:
-    """`ConfigError` of one sentence where Mooncake can't be loaded here."""
-    if importlib.util.find_spec("mooncake") is None:
-        raise ConfigError(
-            "store 'mooncake' needs its package: pip install 'umbp[mooncake]' "
-            "(hosts with CUDA: pip install mooncake-transfer-engine)"
-        )
-    try:
-        importlib.import_module(MODULE)
-    except ImportError as error:
-        raise ConfigError(
-            f"store 'mooncake' can't load what its package needs ({error}); install libibverbs, libnuma "
-            f"and libcurl (Debian: apt-get install libibverbs1 libnuma1 libcurl4)"
-        ) from None
 
 
 class MooncakeStore:
@@ -159,11 +102,11 @@ class MooncakeStore:
 
     def open(self) -> None:
         settings = self._settings
-        host = settings.local_hostname or _own_address(settings.master)
+        host = settings.local_hostname or own_address(settings.master)
         set_environment(settings.timeout_ms)
-        _require_master(settings)
+        require_master(settings)
         client = importlib.import_module(MODULE).MooncakeDistributedStore()
-        code = client.setup(*_setup_arguments(settings, host, self._segment_bytes))
+        code = client.setup(*setup_arguments(settings, host, self._segment_bytes))
         if code != 0:
             raise StoreError(
                 f"Mooncake can't set up a client of the master at {settings.master} (code {code}); "
@@ -174,7 +117,7 @@ class MooncakeStore:
                 self._client = client
                 self._where = {"client": client.get_hostname()}
                 return
-        _leave(client)
+        leave(client)
         raise StoreError("the store was closed while it was opened")
 
     def register(self, address: int, size: int) -> None:
@@ -225,9 +168,13 @@ class MooncakeStore:
         return outcome_of_remove(code)
 
     def probe(self) -> bool:
-        """By a question to the master: `health_check` says that all is well for a dead one too."""
+        """By a question to the master: `health_check` says that all is well for a dead one too. Where nobody
+        listens, asking would take 4 s.
+        """
+        if not listens(self._settings):
+            return False
         (code,) = self._codes(1, lambda client: client.batch_is_exist([PROBE_KEY]))
-        return code >= 0
+        return bool(code >= 0)
 
     def describe(self) -> Mapping[str, str]:
         settings = self._settings
@@ -236,7 +183,7 @@ class MooncakeStore:
             "protocol": settings.protocol,
             "offers bytes": str(self._segment_bytes),
         }
-        return told | self._where | _package()
+        return told | self._where | package()
 
     def close(self) -> None:
         with self._lock:
@@ -245,7 +192,7 @@ class MooncakeStore:
             if client is not None:
                 self._client = None
         if client is not None:
-            _leave(client)
+            leave(client)
 
     def audit(self) -> None:
         """At any time: what is inside is counted, and what is closed and empty has no client."""
@@ -280,7 +227,7 @@ class MooncakeStore:
                 if is_last:
                     self._client = None
             if is_last:
-                _leave(client)
+                leave(client)
 
 
 class _Room:
@@ -315,116 +262,3 @@ class _Room:
 
 _NO_CLIENT = -900
 _NOTHING: Sequence[int] = ()
-
-
-def set_environment(timeout_ms: int) -> None:
-    """What Mooncake reads when a client is set up. Seconds are the unit of what it knows of nodes."""
-    wanted = {
-        "MC_RPC_TIMEOUT_MS": timeout_ms,
-        "MC_RPC_CONNECT_TIMEOUT_MS": timeout_ms,
-        "MC_TCP_PROGRESS_TIMEOUT_SEC": math.ceil(timeout_ms / 1000),
-        "MC_STORE_CLIENT_SETUP_RETRIES": 1,
-        # Else each client tells twenty lines of how well it is.
-        "MC_LOG_LEVEL": "ERROR",
-    }
-    for name, value in wanted.items():
-        os.environ.setdefault(name, str(value))
-
-
-_TRIAL = """
-import os, sys
-from mooncake.store import MooncakeDistributedStore as Store
-*arguments, key = sys.argv[1:]
-host, metadata, protocol, device, master = arguments
-client = Store()
-code = client.setup(host, metadata, 0, 0, protocol, device, master) or client.batch_is_exist([key])[0]
-os._exit(0 if code >= 0 else 1)
-"""
-
-
-def _require_master(settings: MooncakeSettings) -> None:
-    """`StoreError` unless a client can be set up, tried in a process of its own: in this one, all Python
-    would stand still where the master is silent.
-    """
-    host, _, port = settings.master.rpartition(":")
-    timeout_s = settings.timeout_ms / 1000
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
-    except (OSError, OverflowError) as error:
-        raise StoreError(
-            f"no Mooncake master answers at {settings.master} ({error}); start mooncake_master there, or "
-            "mend 'master' in 'store_options'"
-        ) from error
-    local = settings.local_hostname or _own_address(settings.master)
-    arguments = (local, settings.metadata, settings.protocol, settings.device, settings.master, PROBE_KEY)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _TRIAL, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "MC_LOG_LEVEL": "ERROR"},
-            timeout=timeout_s * 4 + 20,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise StoreError(f"the Mooncake master at {settings.master} is silent") from error
-    if done.returncode != 0:
-        errors = [line for line in done.stderr.decode(errors="replace").splitlines() if line.startswith("E")]
-        why = errors[-1].partition("] ")[2] if errors else f"exit code {done.returncode}"
-        raise StoreError(f"the Mooncake master at {settings.master} takes no client: {why}")
-
-
-def _setup_arguments(settings: MooncakeSettings, host: str, segment_bytes: int) -> tuple[object, ...]:
-    return (
-        host,
-        settings.metadata,
-        segment_bytes,
-        settings.buffer_bytes,
-        settings.protocol,
-        settings.device,
-        settings.master,
-    )
-
-
-def _leave(client: Any) -> None:
-    """Close the client, now if its master answers, else on a thread that waits until it does: closing stops
-    all Python for as long as the master is silent.
-    """
-    if _answers(client):
-        client.close()
-        return
-    threading.Thread(target=_close_later, args=(client,), name="umbp-mooncake-close", daemon=True).start()
-
-
-def _close_later(client: Any) -> None:
-    never = threading.Event()
-    while not _answers(client):
-        never.wait(RETRY_S)
-    client.close()
-
-
-def _answers(client: Any) -> bool:
-    return bool(client.batch_is_exist([PROBE_KEY])[0] >= 0)
-
-
-def _own_address(master: str) -> str:
-    """The address from which the master is reached; nothing is sent."""
-    host, _, port = master.rpartition(":")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, address = found[0]
-        with socket.socket(family, kind, protocol) as asking:
-            asking.connect(address)
-            return str(asking.getsockname()[0])
-    except (OSError, OverflowError, IndexError) as error:
-        raise StoreError(
-            f"the host of 'master' in 'store_options' can't be found: {master} ({error})"
-        ) from error
-
-
-def _package() -> dict[str, str]:
-    for each in DISTRIBUTIONS:
-        with contextlib.suppress(PackageNotFoundError):
-            return {"package": f"{each} {version(each)}"}
-    return {}

@@ -7,7 +7,8 @@ from __future__ import annotations
 import os
 import sys
 
-from umbp.store.mooncake import MooncakeSettings, MooncakeStore
+from umbp.store.mooncake import MooncakeStore
+from umbp.store.mooncake_client import MooncakeSettings
 
 
 def main() -> None:

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from umbp.errors import ConfigError, UMBPError
-from umbp.store.mooncake import MooncakeSettings, MooncakeStore, require_library
+from umbp.store.mooncake import MooncakeStore
+from umbp.store.mooncake_client import MooncakeSettings, require_library
 from umbp.store.redis import RedisSettings, RedisStore
 
 START_TIMEOUT_S = 30.0

@@ -1,0 +1,212 @@
+"""Mooncake's clients: what they are set up with, and how one is made and left without holding anybody up.
+
+Why it takes this care is told in `umbp.store.mooncake`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import math
+import os
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from umbp.errors import ConfigError
+from umbp.kinds import Choice, Size, Text, Whole
+from umbp.store.base import StoreError
+from umbp.store.settings import setting
+
+DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
+MODULE = "mooncake.store"
+
+PROBE_KEY = "umbp:probe"
+"""Nobody puts it; asking for it takes the way over the network that every question takes."""
+
+RETRY_S = 5.0
+"""So often a client that waits to be closed asks whether its master answers again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MooncakeSettings:
+    """`store_options` of the store `mooncake`."""
+
+    master: str = setting(
+        "",
+        Text("host:port", r"[^\s:/]+:[0-9]{1,5}|\[[0-9a-fA-F:]+\]:[0-9]{1,5}"),
+        "where `mooncake_master` listens for calls",
+        is_required=True,
+    )
+    protocol: str = setting("tcp", Choice(("tcp", "rdma")), "how bytes move between hosts")
+    device: str = setting(
+        "",
+        Text("names of RDMA devices, with commas between", r"[A-Za-z0-9_.-]+(,[A-Za-z0-9_.-]+)*"),
+        "the devices to use; with `rdma` alone",
+        default="all",
+    )
+    segment_bytes: int = setting(
+        0, Size(low=0), "memory that each worker offers to the cluster; 0: none, storage nodes have it all"
+    )
+    buffer_bytes: int = setting(
+        0, Size(low=0), "memory of Mooncake's own for calls that copy; nothing here makes such calls"
+    )
+    local_hostname: str | None = setting(
+        None,
+        Text("a host's name or address", r"[^\s:/]+"),
+        "by which the other hosts reach this one",
+        default="the address from which the master is reached",
+    )
+    metadata: str = setting("P2PHANDSHAKE", Text("P2PHANDSHAKE or an URL"), "Mooncake's metadata server")
+    timeout_ms: int = setting(
+        1500,
+        Whole(100, 600_000, "ms"),
+        "a master or node that is silent for longer is taken for dead; of the whole process",
+    )
+
+
+def require_library() -> None:
+    """`ConfigError` of one sentence where Mooncake can't be loaded here."""
+    if importlib.util.find_spec("mooncake") is None:
+        raise ConfigError(
+            "store 'mooncake' needs its package: pip install 'umbp[mooncake]' "
+            "(hosts with CUDA: pip install mooncake-transfer-engine)"
+        )
+    try:
+        importlib.import_module(MODULE)
+    except ImportError as error:
+        raise ConfigError(
+            f"store 'mooncake' can't load what its package needs ({error}); install libibverbs, libnuma "
+            f"and libcurl (Debian: apt-get install libibverbs1 libnuma1 libcurl4)"
+        ) from None
+
+
+def set_environment(timeout_ms: int) -> None:
+    """What Mooncake reads when a client is set up. Seconds are the unit of what it knows of nodes."""
+    wanted = {
+        "MC_RPC_TIMEOUT_MS": timeout_ms,
+        "MC_RPC_CONNECT_TIMEOUT_MS": timeout_ms,
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": math.ceil(timeout_ms / 1000),
+        "MC_STORE_CLIENT_SETUP_RETRIES": 1,
+        # Else each client tells twenty lines of how well it is.
+        "MC_LOG_LEVEL": "ERROR",
+    }
+    for name, value in wanted.items():
+        os.environ.setdefault(name, str(value))
+
+
+_TRIAL = """
+import os, sys
+from mooncake.store import MooncakeDistributedStore as Store
+*arguments, key = sys.argv[1:]
+host, metadata, protocol, device, master = arguments
+client = Store()
+code = client.setup(host, metadata, 0, 0, protocol, device, master) or client.batch_is_exist([key])[0]
+os._exit(0 if code >= 0 else 1)
+"""
+
+
+def require_master(settings: MooncakeSettings) -> None:
+    """`StoreError` unless a client can be set up, tried in a process of its own: in this one, all Python
+    would stand still where the master is silent.
+    """
+    timeout_s = settings.timeout_ms / 1000
+    try:
+        _connect(settings)
+    except (OSError, OverflowError) as error:
+        raise StoreError(
+            f"no Mooncake master answers at {settings.master} ({error}); start mooncake_master there, or "
+            "mend 'master' in 'store_options'"
+        ) from error
+    local = settings.local_hostname or own_address(settings.master)
+    arguments = (local, settings.metadata, settings.protocol, settings.device, settings.master, PROBE_KEY)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TRIAL, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "MC_LOG_LEVEL": "ERROR"},
+            timeout=timeout_s * 4 + 20,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise StoreError(f"the Mooncake master at {settings.master} is silent") from error
+    if done.returncode != 0:
+        errors = [line for line in done.stderr.decode(errors="replace").splitlines() if line.startswith("E")]
+        why = errors[-1].partition("] ")[2] if errors else f"exit code {done.returncode}"
+        raise StoreError(f"the Mooncake master at {settings.master} takes no client: {why}")
+
+
+def _connect(settings: MooncakeSettings) -> None:
+    """Connect to the master's port and leave it at that; a silent master takes connections too."""
+    host, _, port = settings.master.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=settings.timeout_ms / 1000).close()
+
+
+def listens(settings: MooncakeSettings) -> bool:
+    try:
+        _connect(settings)
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def setup_arguments(settings: MooncakeSettings, host: str, segment_bytes: int) -> tuple[object, ...]:
+    return (
+        host,
+        settings.metadata,
+        segment_bytes,
+        settings.buffer_bytes,
+        settings.protocol,
+        settings.device,
+        settings.master,
+    )
+
+
+def leave(client: Any) -> None:
+    """Close the client, now if its master answers, else on a thread that waits until it does: closing stops
+    all Python for as long as the master is silent.
+    """
+    if _answers(client):
+        client.close()
+        return
+    threading.Thread(target=_close_later, args=(client,), name="umbp-mooncake-close", daemon=True).start()
+
+
+def _close_later(client: Any) -> None:
+    never = threading.Event()
+    while not _answers(client):
+        never.wait(RETRY_S)
+    client.close()
+
+
+def _answers(client: Any) -> bool:
+    return bool(client.batch_is_exist([PROBE_KEY])[0] >= 0)
+
+
+def own_address(master: str) -> str:
+    """The address from which the master is reached; nothing is sent."""
+    host, _, port = master.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as asking:
+            asking.connect(address)
+            return str(asking.getsockname()[0])
+    except (OSError, OverflowError, IndexError) as error:
+        raise StoreError(
+            f"the host of 'master' in 'store_options' can't be found: {master} ({error})"
+        ) from error
+
+
+def package() -> dict[str, str]:
+    for each in DISTRIBUTIONS:
+        with contextlib.suppress(PackageNotFoundError):
+            return {"package": f"{each} {version(each)}"}
+    return {}
