@@ -87,7 +87,8 @@ class ClusterStore(Protocol):
     def put(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[Outcome]:
         """Store each object from one contiguous range; the memory must not change until the call returns.
 
-        A key that is there already is DONE and keeps what it has. Nobody ever reads half an object.
+        A key that is there already, or that somebody is putting, is DONE and keeps what it has. Nobody ever
+        reads half an object; but what is removed while it is read may come as other bytes, and DONE.
         """
         ...
 
