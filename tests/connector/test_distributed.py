@@ -209,3 +209,49 @@ def test_a_pool_smaller_than_a_prompt_still_restores_it_from_the_store(
     second.run(tokens(PROMPT))
     assert second.restored_tokens() > 0
     second.check_drained()
+
+
+def test_what_is_asked_fetched_and_sent_is_counted_where_it_lies(
+    start: Start, cluster: MemoryCluster
+) -> None:
+    first, node = start(ranks=2)
+    first.run(tokens(PROMPT))
+    node.flush()
+    first.run(tokens(1))
+    assert first.count("sent_objects") == len(cluster.objects) == 20
+    assert first.count("sent_bytes") == sum(map(len, cluster.objects.values()))
+    second, _ = start(ranks=2)
+    second.run(tokens(4 * BLOCK + 1))
+    second.forget_prefixes()
+    cluster.objects.pop(list(cluster.objects)[-1])
+    second.run(tokens(PROMPT))
+    second.run(tokens(1))
+    series = second.stats.series
+    assert series["hit_tokens|memory"] == (4 + 5) * BLOCK
+    assert series["hit_tokens|dram"] == 4 * BLOCK
+    assert series["loaded_tokens|memory"] == (4 + 5) * BLOCK
+    assert series["loaded_tokens|dram"] == 4 * BLOCK
+    assert series["fetched_objects|memory"] == 2 * (4 + 5)
+    assert series["store_lookups|memory"] == 2
+    assert series["store_lookup_batches|memory"] == 2
+    assert series["store_lookup_objects|memory"] == 2 * (4 + 6)
+
+
+def test_a_store_that_fails_is_counted_by_reason(start: Start, cluster: MemoryCluster) -> None:
+    first, node = start()
+    first.run(tokens(PROMPT))
+    node.flush()
+    victim = list(cluster.objects)[3]
+    del cluster.objects[victim]
+    cluster.claimed.add(victim)
+    second, _ = start()
+    second.run(tokens(PROMPT))
+    cluster.is_down = True
+    second.run(tokens(PROMPT, seed=1))
+    second.run(tokens(PROMPT, seed=2))
+    second.run(tokens(1))
+    series = second.stats.series
+    assert series["failed_fetch_objects|memory|absent"] == 1
+    assert series["failed_load_tokens|memory|absent"] == BLOCK
+    assert series["store_failures|memory"] >= 1
+    assert series["store_lookup_failures|memory"] >= 1

@@ -46,6 +46,18 @@ COUNTERS: dict[str, str] = {
     "evicted_tokens": "Tokens whose KV left a full pool for newer ones.",
     "evicted_objects": "Objects that left a full pool for newer ones, over all ranks.",
     "evicted_bytes": "Pool memory of objects that left a full pool for newer ones, over all ranks.",
+    "store_lookups": "Questions to the cluster store, one for each prompt that the pool lacks a part of.",
+    "store_lookup_batches": "Round trips to the cluster store that those questions took.",
+    "store_lookup_objects": "Objects that the cluster store was asked for.",
+    "store_lookup_failures": "Questions that the cluster store did not answer in time, or not at all.",
+    "fetched_bytes": "Bytes fetched from the cluster store into the pool, over all ranks.",
+    "fetched_objects": "Objects fetched from the cluster store into the pool, over all ranks.",
+    "failed_fetch_objects": "Objects that could not be fetched from the cluster store, over all ranks.",
+    "sent_bytes": "Bytes sent from the pool to the cluster store, over all ranks.",
+    "sent_objects": "Objects sent from the pool to the cluster store, or found there, over all ranks.",
+    "dropped_send_objects": "Objects that were not sent to the cluster store, over all ranks.",
+    "store_failures": "Times that the cluster store was left alone after it had failed, over all processes.",
+    "store_away_seconds": "Seconds for which it was left alone, over all processes.",
     "load_seconds": "Seconds that loads took from their start to their end, summed over loads and ranks.",
     "store_seconds": "Seconds that stores took from their start to their end, summed over stores and ranks.",
 }
@@ -67,6 +79,18 @@ LABELS: dict[str, tuple[str, ...]] = {
     "evicted_tokens": TIERED,
     "evicted_objects": TIERED,
     "evicted_bytes": TIERED,
+    "store_lookups": TIERED,
+    "store_lookup_batches": TIERED,
+    "store_lookup_objects": TIERED,
+    "store_lookup_failures": TIERED,
+    "fetched_bytes": TIERED,
+    "fetched_objects": TIERED,
+    "failed_fetch_objects": WITH_REASON,
+    "sent_bytes": TIERED,
+    "sent_objects": TIERED,
+    "dropped_send_objects": WITH_REASON,
+    "store_failures": TIERED,
+    "store_away_seconds": TIERED,
     "failed_load_tokens": WITH_REASON,
     "failed_load_bytes": WITH_REASON,
     "dropped_store_tokens": WITH_REASON,
@@ -81,6 +105,7 @@ GAUGES: dict[str, str] = {
     "pool_used_bytes": "Pool memory that holds objects, over all ranks.",
     "pool_capacity_bytes": "Pool memory, over all ranks.",
     "pool_objects": "Objects in the pool, over all ranks.",
+    "send_waiting_objects": "Objects that wait to be sent to the cluster store, over all ranks.",
     "pool_pinned_objects": "Objects that a promise, a load or a store keeps in the pool, over all ranks.",
 }
 """Every gauge by name, with its meaning; the latest value of each rank, summed."""
@@ -116,6 +141,12 @@ class UMBPStats(KVConnectorStats):
         if len(labels) != len(LABELS.get(name, ())):
             raise ValueError(f"{name} has the labels {LABELS.get(name, ())}, not {labels}")
         self._add(SEPARATOR.join((name, *labels)), amount)
+
+    def add_all(self, counts: Mapping[tuple[str, ...], float]) -> None:
+        """Count what a runtime has counted, as far as such counters are known here."""
+        for (name, *labels), amount in counts.items():
+            if name in COUNTERS and len(labels) == len(LABELS.get(name, ())):
+                self.add(name, amount, *labels)
 
     def _add(self, series: str, amount: float) -> None:
         if amount:

@@ -142,7 +142,7 @@ class WorkerSide:
         self._handle.register_buffers(planned)
         self._kv_caches = planned
         devices = {str(getattr(tensor, "device", "cpu")) for tensor in planned.values()}
-        self._copies_in_place = self._can.local and devices <= {"cpu"}
+        self._copies_in_place = (self._can.local or self._can.local_stores) and devices <= {"cpu"}
 
     def handshake(self) -> UMBPHandshakeMetadata:
         if self._handshake is None:
@@ -242,6 +242,8 @@ class WorkerSide:
                 # A running total that shrinks would end the engine's metrics, and the engine with them.
                 self._stats.add(name, max(0.0, total - before), self._can.tier)
             self._stats.set_gauges(self._rank_number, usage)
+        if self._can.counts:
+            self._stats.add_all(self._handle.take_counts())
         return self._stats.take()
 
     # Inside

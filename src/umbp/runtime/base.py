@@ -59,8 +59,12 @@ class Capabilities:
     """Worker: a job is copies within this host's memory, so `wait` lasts as long as those and no longer."""
     local_stores: bool = False
     """Worker: the same of stores alone; loads may have to come from further away."""
+    counts: bool = False
+    """Both: `SupportsCounts`."""
     tier: str = "other"
     """Both: what keeps the objects, in a word, for metrics."""
+    far_tier: str = ""
+    """Both: what keeps those that must be prepared and fetched, in a word, where there is such a thing."""
 
 
 def capabilities_of(runtime: IUMBPRuntime) -> Capabilities:
@@ -316,6 +320,21 @@ class SupportsPrepare(Protocol):
 
     def unprepare(self, request_id: str) -> None:
         """The request doesn't want them any more; one that was not prepared is no error."""
+        ...
+
+    def to_fetch(self, request_id: str) -> Mapping[int, int]:
+        """By cache group, how many of the blocks that the request holds some rank has yet to fetch."""
+        ...
+
+
+@runtime_checkable
+class SupportsCounts(Protocol):
+    """Capability `counts`, both: what a runtime counts by itself."""
+
+    def take_counts(self) -> Mapping[tuple[str, ...], float]:
+        """What was counted since the last call: amounts by a counter's name and the values of its labels, as
+        the connector's metrics have them; others are left out. Cheap, never raises.
+        """
         ...
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from umbp.data import BlockIdentityCodec, KVLayoutDescriptor, Rank, RankTopology, UMBPNamespace
@@ -53,6 +54,7 @@ class DistributedRuntime:
         attach=True,
         usage=True,
         local_stores=True,
+        counts=True,
         tier="dram",
     )
 
@@ -66,6 +68,7 @@ class DistributedRuntime:
         self._path = None if options.pool is None else pool_path(options.pool_dir, options.pool)
         # Wrong settings are told before anything is made.
         self._traits = make_store(options, serves_memory=False).traits
+        self.capabilities = replace(self.capabilities, far_tier=self._traits.name)
 
     def create_scheduler_handle(
         self, namespace: UMBPNamespace, topology: RankTopology, layout: KVLayoutDescriptor

@@ -70,6 +70,7 @@ class PoolSchedulerHandle:
         self._prefixes: dict[str, tuple[Rank, str] | None] = {}
         self._held: dict[str, list[tuple[Pool, Tickets]]] = {}
         self._held_keys: dict[str, set[str]] = {}
+        self._to_fetch: dict[str, dict[int, int]] = {}
         self._noted: RemovedKeys | None = None
         self._watched: RemovedKeys | None = None
 
@@ -188,12 +189,20 @@ class PoolSchedulerHandle:
             self._held.setdefault(request_id, []).extend(
                 (pool, _given(tickets[:count])) for pool, tickets in taken
             )
+            lacking = np.any([tickets[:count] == 0 for _, tickets in taken], axis=0)
+            if lacking.any():
+                by_group = self._to_fetch.setdefault(request_id, {})
+                by_group[group_id] = by_group.get(group_id, 0) + int(lacking.sum())
         return count
 
     def unhold(self, request_id: str) -> None:
         self._held_keys.pop(request_id, None)
+        self._to_fetch.pop(request_id, None)
         for pool, tickets in self._held.pop(request_id, ()):
             pool.release(tickets)
+
+    def to_fetch(self, request_id: str) -> Mapping[int, int]:
+        return self._to_fetch.get(request_id, {})
 
     def note(
         self,

@@ -217,7 +217,11 @@ class PoolWorkerHandle:
                 self._evicted[name] += stats[name] - before
                 self._evicted_before[name] = stats[name]
         usage = {name: float(stats[counter]) for name, counter in _USAGE.items()}
-        return usage | {_EVICTIONS[name]: float(total) for name, total in self._evicted.items()}
+        usage |= {_EVICTIONS[name]: float(total) for name, total in self._evicted.items()}
+        return usage if self._far is None else usage | self._far.usage()
+
+    def take_counts(self) -> Mapping[tuple[str, ...], float]:
+        return {} if self._far is None else self._far.take_counts()
 
     def close(self) -> None:
         if self._is_closed:

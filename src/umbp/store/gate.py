@@ -163,6 +163,11 @@ class StoreGate:
             self._broken += 1
 
     @property
+    def openings(self) -> int:
+        """How often the breaker has opened for a failure; costs nothing."""
+        return self._keeper.openings
+
+    @property
     def is_well(self) -> bool:
         """Whether calls are let through at this moment; costs nothing."""
         return not self._keeper.breaker.is_open and not self._keeper.is_closed

@@ -194,6 +194,7 @@ class SchedulerSide:
             () if self._load_async else tuple(tables[0][start // self._shape.counted.block_tokens :]),
             is_again,
             len(self._loads),
+            min(state.promise.far_tokens, external_tokens),
         )
         # The load owns the promise from here on: it outlives the request if that is aborted.
         state.promise = None

@@ -33,6 +33,8 @@ class LoadEntry:
     """The request was admitted before, and what it hit was counted then."""
     others: int = 0
     """How many loads were under way when this one was planned."""
+    far_tokens: int = 0
+    """So many of its tokens had to be fetched into the pool first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ class Counts:
 
     def take(self) -> UMBPStats | None:
         """What was counted since the last call, or None."""
+        for counts in self._pool.take_counts():
+            self._stats.add_all(counts)
         return self._stats.take()
 
     # Loads
@@ -48,8 +50,13 @@ class Counts:
         tier = self._pool.tier
         self._stats.add("asked_tokens", asked_tokens)
         self._stats.add("asked_bytes", self._hit_bytes(start, asked_tokens))
-        self._stats.add("hit_tokens", hit_tokens, tier)
-        self._stats.add("hit_bytes", self._hit_bytes(start, hit_tokens), tier)
+        far_tokens = 0 if state.promise is None else min(state.promise.far_tokens, hit_tokens)
+        hit_bytes = self._hit_bytes(start, hit_tokens)
+        far_bytes = hit_bytes * far_tokens // hit_tokens if far_tokens else 0
+        self._stats.add("hit_tokens", hit_tokens - far_tokens, tier)
+        self._stats.add("hit_bytes", hit_bytes - far_bytes, tier)
+        self._stats.add("hit_tokens", far_tokens, self._pool.far_tier)
+        self._stats.add("hit_bytes", far_bytes, self._pool.far_tier)
         self._stats.add("passed_hit_tokens", state.passed_tokens, tier)
         self._stats.add("passed_hit_bytes", self._hit_bytes(start, state.passed_tokens), tier)
 
@@ -75,9 +82,15 @@ class Counts:
         """Every rank has reported; returns how many of the promised tokens the engine must compute."""
         failed_tokens = self._failed_tokens(entry, len(result.failed_objects))
         tier = self._pool.tier
-        self._stats.add("failed_load_tokens", failed_tokens, tier, reason)
+        # What the pool has itself fails last of all.
+        failed_far = min(failed_tokens, entry.far_tokens)
         loaded = "reloaded_tokens" if entry.is_again else "loaded_tokens"
-        self._stats.add(loaded, entry.tokens - failed_tokens, tier)
+        for where, tokens, failed in (
+            (tier, entry.tokens - entry.far_tokens, failed_tokens - failed_far),
+            (self._pool.far_tier, entry.far_tokens, failed_far),
+        ):
+            self._stats.add("failed_load_tokens", failed, where, reason)
+            self._stats.add(loaded, tokens - failed, where)
         return failed_tokens
 
     def _failed_tokens(self, entry: LoadEntry, failed_blocks: int) -> int:

@@ -83,7 +83,11 @@ class Matcher:
             return None
         owner = f"{state.request.request_id}#{next(self._owners)}"
         hit = self._finder.hold(owner, state.request.block_hashes, start, limit)
-        return Promise(owner, start, hit.end, hit.tails) if hit.end > start else None
+        if hit.end <= start:
+            return None
+        counted = self._shape.counted
+        far_tokens = self._pool.to_fetch(owner, counted.group_id) * counted.block_tokens
+        return Promise(owner, start, hit.end, hit.tails, min(far_tokens, hit.end - start))
 
     def withdraw(self, state: RequestState) -> None:
         """Give back what was promised to this request and not handed over to a load."""

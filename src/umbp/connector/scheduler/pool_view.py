@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -87,6 +87,29 @@ class PoolView:
             self._codec = self._stages[0].codec
         for stage in self._stages:
             stage.bind(reports)
+
+    @property
+    def far_tier(self) -> str:
+        """What keeps the objects that must be fetched."""
+        return self._can.far_tier or self._can.tier
+
+    def take_counts(self) -> list[Mapping[tuple[str, ...], float]]:
+        """What each stage's runtime has counted by itself since the last call."""
+        if not self._can.counts:
+            return []
+        nothing: Mapping[tuple[str, ...], float] = {}
+        return [self._ask(stage.handle.take_counts, nothing) for stage in self._stages]
+
+    def to_fetch(self, owner: str, group_id: int) -> int:
+        """How many of the blocks of a cache group that `owner` holds some rank has yet to fetch."""
+        if not self._can.prepare:
+            return 0
+        parts = (owner,) if len(self._stages) == 1 else self._parts.get(owner, ())
+        counts = [
+            sum(self._ask(partial(stage.handle.to_fetch, part), {}).get(group_id, 0) for part in parts)
+            for stage in self._stages
+        ]
+        return max(counts, default=0)
 
     @property
     def prepares(self) -> bool:

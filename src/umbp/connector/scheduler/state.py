@@ -25,6 +25,8 @@ class Promise:
     end: int
     tails: Mapping[int, bytes] = field(default_factory=dict)
     """Of each cache group in which the end lies inside a block: the name that this block is kept under."""
+    far_tokens: int = 0
+    """So many of them must be fetched before they can be loaded."""
 
 
 @dataclass(frozen=True, slots=True)

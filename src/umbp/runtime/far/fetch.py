@@ -73,8 +73,8 @@ class Fetcher:
         self._pause = pause
 
     def bring(self, move: Move, deadline_s: float) -> Brought:
-        """Get a move's objects, under its names. Returns at `deadline_s` of the clock, or soon after; what has
-        not come by then isn't there.
+        """Get a move's objects, under its names. Returns at `deadline_s` of the clock, or soon after; what
+        has not come by then is not there.
         """
         names = move.names
         brought = Brought(np.zeros(len(names), dtype=np.uint64), np.zeros(len(names), dtype=np.bool_))
@@ -219,7 +219,6 @@ class Fetcher:
         if not is_good.all():
             damaged = [names[row] for row in rows[~is_good].tolist()]
             error = f"{LossReason.DAMAGED}: {SealStatus(seals[~is_good][-1]).name.lower()}"
-            self._counts.add("fetch_damaged_objects", len(damaged))
             self._remove(damaged)
         good = rows[is_good]
         published = np.zeros(len(names), dtype=np.bool_)

@@ -117,7 +117,7 @@ class FarLookups:
         try:
             self._gate.call(ask, self._timeout_s)
         except StoreUnavailable:
-            self._counts.add("lookup_timeouts", 1)
+            self._counts.add("store_lookup_failures", 1)
         answers = list(found)
         return answers + [False] * (len(keys) - len(answers))
 
@@ -147,7 +147,7 @@ class FarLookups:
             return all(self._answer(store, question, ask.found) for question in questions)
 
         ask.call = self._gate.start(answer, self._timeout_s)
-        self._counts.add("lookups", 1)
+        self._counts.add("store_lookups", 1)
         return ask
 
     def _answer(self, store: ClusterStore, question: _Question, found: list[tuple[Rank, int, bytes]]) -> bool:
@@ -161,8 +161,8 @@ class FarLookups:
             ]
             keys = [self._prefix_of(question.group_id, rank) + each.hex() for rank, each in names]
             outcomes = store.exists(keys)
-            self._counts.add("lookup_batches", 1)
-            self._counts.add("lookup_keys", len(keys))
+            self._counts.add("store_lookup_batches", 1)
+            self._counts.add("store_lookup_objects", len(keys))
             found += [
                 (rank, question.group_id, each)
                 for (rank, each), outcome in zip(names, outcomes, strict=True)
@@ -193,7 +193,7 @@ class FarLookups:
         try:
             call.result()
         except StoreUnavailable:
-            self._counts.add("lookup_timeouts", 1)
+            self._counts.add("store_lookup_failures", 1)
         ask.call = None
         return True
 

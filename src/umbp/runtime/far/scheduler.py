@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from umbp.data import BlockIdentityCodec, Rank, RankTopology, UMBPNamespace
 from umbp.runtime.base import Wanted
@@ -52,7 +52,7 @@ class DistributedSchedulerHandle(PoolSchedulerHandle):
         super().__init__(namespace, topology, binding, stored_as)
         self._gate = gate
         self._clearing = clearing
-        self._counts = FarCounts()
+        self._counts = FarCounts(gate.name)
         self._lookups = FarLookups(
             gate,
             self._codec.key_prefix,
@@ -68,6 +68,9 @@ class DistributedSchedulerHandle(PoolSchedulerHandle):
 
     def unprepare(self, request_id: str) -> None:
         self._lookups.forget(request_id)
+
+    def take_counts(self) -> Mapping[tuple[str, ...], float]:
+        return self._counts.take(self._gate)
 
     def lookup(self, keys: Sequence[str]) -> Sequence[bool]:
         hits = list(super().lookup(keys))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from umbp.data import LossReason
 from umbp.errors import SegmentError, UMBPError
 from umbp.pool import Outcome, Pool
 from umbp.pool.pool import Tickets
@@ -122,7 +123,7 @@ class Sender:
                 self._parcels.append(_Parcel(pool, taken))
                 self._waiting += len(taken)
                 self._change.notify_all()
-        self._counts.add("send_dropped_full_objects", len(names) - len(taken))
+        self._counts.add("dropped_send_objects", len(names) - len(taken), LossReason.FULL)
 
     def forget(self, pool: Pool) -> None:
         """Leave out what waits of a pool that is being left; returns when none of it is on its way, or has
@@ -135,7 +136,7 @@ class Sender:
             self._waiting -= gone
             self._change.notify_all()
             self._change.wait_for(lambda: not self._is_sending, self._timeout_s)
-        self._counts.add("send_dropped_gone_objects", gone)
+        self._counts.add("dropped_send_objects", gone, LossReason.GONE)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing waits; False if that took too long."""
@@ -154,7 +155,7 @@ class Sender:
             self._change.notify_all()
         if left:
             logger.warning("UMBP: %d objects had not been sent to the store when the engine ended", left)
-        self._counts.add("send_dropped_gone_objects", left)
+        self._counts.add("dropped_send_objects", left, LossReason.GONE)
 
     # On the thread
 
@@ -165,7 +166,7 @@ class Sender:
                 again = self._send(parcel)
             except Exception:
                 logger.exception("UMBP: sending %d objects to the store broke", len(parcel.names))
-                self._counts.add("send_dropped_failed_objects", len(parcel.names))
+                self._counts.add("dropped_send_objects", len(parcel.names), LossReason.FAILED)
                 again = ()
             with self._change:
                 self._is_sending = False
@@ -178,7 +179,7 @@ class Sender:
                 if again:
                     self._change.wait_for(lambda: self._closes_at_s is not None, pause_s)
             if is_given_up:
-                self._counts.add("send_dropped_failed_objects", len(again))
+                self._counts.add("dropped_send_objects", len(again), LossReason.BUSY)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S) if again else FIRST_PAUSE_S
 
     def _is_over(self) -> bool:
@@ -213,7 +214,7 @@ class Sender:
         self._registered.tell()
         tickets, outcomes = pool.acquire(parcel.names)
         rows = np.flatnonzero(outcomes == Outcome.HIT)
-        self._counts.add("send_dropped_evicted_objects", len(tickets) - len(rows))
+        self._counts.add("dropped_send_objects", len(tickets) - len(rows), LossReason.ABSENT)
         names = [parcel.names[row] for row in rows.tolist()]
         return self._put_all(pool, names, tickets[rows]) if names else ()
 

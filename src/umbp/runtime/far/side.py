@@ -36,7 +36,11 @@ class FarSide(Protocol):
         ...
 
     def usage(self) -> Mapping[str, float]:
-        """Running totals and gauges, by name; cheap, never raises."""
+        """Gauges of its own, by name; cheap, never raises."""
+        ...
+
+    def take_counts(self) -> Mapping[tuple[str, ...], float]:
+        """`SupportsCounts.take_counts`."""
         ...
 
     def close(self) -> bool:

@@ -39,7 +39,7 @@ class WorkerFar:
         """`open_gate` takes what is to be done before the store is used again after a failure."""
         self._timeout_s = timeout_s
         self._has_checksums = has_checksums
-        self._counts = FarCounts()
+        self._counts = FarCounts(traits.name)
         self._lock = threading.Lock()
         self._fetchers: dict[Pool, tuple[Fetcher, RegisteredPool]] = {}
         self._in_use: dict[Pool, int] = {}
@@ -72,7 +72,11 @@ class WorkerFar:
         if self._gate.is_well:
             registered.tell()
         brought = fetcher.bring(move, deadline_s)
-        self._counts.add("fetched_bytes", int(brought.is_held.sum()) * move.runs.object_bytes)
+        held = int(brought.is_held.sum())
+        self._counts.add("fetched_bytes", held * move.runs.object_bytes)
+        if brought.error is not None:
+            reason = brought.error.partition(":")[0]
+            self._counts.add("failed_fetch_objects", len(move.names) - held, reason)
         return brought
 
     def offer(self, pool: Pool, names: Sequence[str]) -> None:
@@ -87,7 +91,10 @@ class WorkerFar:
             close()
 
     def usage(self) -> Mapping[str, float]:
-        return dict(self._counts.totals()) | {"send_waiting_objects": float(self._sender.waiting)}
+        return {"send_waiting_objects": float(self._sender.waiting)}
+
+    def take_counts(self) -> Mapping[tuple[str, ...], float]:
+        return self._counts.take(self._gate)
 
     def close(self) -> bool:
         self._sender.close(LAST_SENDS_S if self._gate.is_well else 0.0)

@@ -39,6 +39,7 @@ class AnyScheduler(
     base.SupportsEvictedKeys,
     base.SupportsWatch,
     base.SupportsPrepare,
+    base.SupportsCounts,
     base.SupportsAttach,
     Protocol,
 ):
@@ -46,7 +47,12 @@ class AnyScheduler(
 
 
 class AnyWorker(
-    base.UMBPWorkerHandle, base.SupportsHandshakeExtra, base.SupportsCancel, base.SupportsUsage, Protocol
+    base.UMBPWorkerHandle,
+    base.SupportsHandshakeExtra,
+    base.SupportsCancel,
+    base.SupportsUsage,
+    base.SupportsCounts,
+    Protocol,
 ):
     """A worker handle with every extra."""
 
@@ -106,6 +112,12 @@ class PassingSchedulerHandle:
     def unprepare(self, request_id: str) -> None:
         self._inner.unprepare(request_id)
 
+    def to_fetch(self, request_id: str) -> Mapping[int, int]:
+        return self._inner.to_fetch(request_id)
+
+    def take_counts(self) -> Mapping[tuple[str, ...], float]:
+        return self._inner.take_counts()
+
     def bind_workers(self, extras: Mapping[Rank, HandshakeExtra]) -> None:
         self._inner.bind_workers(extras)
 
@@ -148,6 +160,9 @@ class PassingWorkerHandle:
 
     def usage(self) -> Mapping[str, float]:
         return self._inner.usage()
+
+    def take_counts(self) -> Mapping[tuple[str, ...], float]:
+        return self._inner.take_counts()
 
     def close(self) -> None:
         self._inner.close()

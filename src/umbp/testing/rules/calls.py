@@ -32,12 +32,14 @@ class CallsContract(ContractSupport):
             (stated.evicted_keys, base.SupportsEvictedKeys),
             (stated.watch, base.SupportsWatch),
             (stated.prepare, base.SupportsPrepare),
+            (stated.counts, base.SupportsCounts),
             (stated.attach, base.SupportsAttach),
         ]
         worker_extras = [
             (stated.attach, base.SupportsHandshakeExtra),
             (stated.cancel, base.SupportsCancel),
             (stated.usage, base.SupportsUsage),
+            (stated.counts, base.SupportsCounts),
         ]
         for handle, extras in ((rig.scheduler, scheduler_extras), (rig.ranks[0].worker, worker_extras)):
             for is_stated, protocol in extras:
