@@ -18,6 +18,7 @@ from typing import Any
 
 import scripted_runtime
 from engine_choices import FAULTS, Admission, Nature, Prompt
+from engine_doubts import Doubts
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
@@ -80,6 +81,7 @@ class EngineLife:
         self.engine = ScriptedEngine(root, self.shape)
         self._count_admissions()
         use_clock(self.engine, self.clock)
+        self.doubts = Doubts(self.engine.connector.scheduler_side, self.clock)
 
     def _runtime(self, around: Around) -> IUMBPRuntime:
         nature = self.nature

@@ -112,6 +112,15 @@ class EngineStory(RuleBasedStateMachine):
     def ask_again(self, which: int, max_tokens: int) -> None:
         self.life.ask_again(_of(self.life.served(), which), max_tokens)
 
+    @rule(which=some, count=st.integers(1, 3))
+    @can(lambda life: life.may_admit() and life.served() and life.may_preempt_all())
+    def forget_and_ask_again(self, which: int, count: int) -> None:
+        """Only the pool has what these want, all of them the same."""
+        self.life.reset(preempts=False)
+        served = _of(self.life.served(), which)
+        for _ in range(count):
+            self.life.ask_again(served)
+
     @rule(which=some)
     @can(EngineLife.live)
     def abort(self, which: int) -> None:
