@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import shutil
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -170,6 +171,15 @@ class LifeError(AssertionError):
         self.replay = f"make soak STEPS={steps} SEED={seed} LIFE={life}"
 
 
+def in_words(error: Exception) -> str:
+    """What went wrong. A bare assertion says nothing where pytest has not rewritten it: then its own line."""
+    told = str(error).strip()
+    if not told:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        told = f"{last.line} ({Path(last.filename).name}, line {last.lineno})"
+    return f"{type(error).__name__}: {told}"
+
+
 @contextlib.contextmanager
 def one_walk(random: Random, name: str, root: Path, around: Around = unchanged) -> Iterator[Walk]:
     """Through a life of one shape; `around` gives its pool's runtime other properties."""
@@ -232,7 +242,7 @@ def walk_lives(
                     told.update(walk.done)
                     told.update(counters(walk.life))
         except Exception as error:
-            raise LifeError(seed, number, life_steps, at, f"{type(error).__name__}: {error}") from error
+            raise LifeError(seed, number, life_steps, at, in_words(error)) from error
         done += at + 1
         say(f"{done} steps, {number - first + 1} lives, the last one of {name!r}")
     return told

@@ -23,7 +23,7 @@ import vllm
 from engine_checks import check_drained
 from engine_life import counters
 from engine_shapes import SHAPES
-from random_walk import ACTS, LIFE_STEPS, LifeError, one_walk, walk_lives, walks_together
+from random_walk import ACTS, LIFE_STEPS, LifeError, in_words, one_walk, walk_lives, walks_together
 
 from umbp.data import BlockTransferPlan, RankTopology, TransferJobState
 from umbp.runtime.base import IUMBPRuntime, UMBPWorkerHandle
@@ -190,3 +190,16 @@ def test_a_runtime_that_breaks_its_contract_is_found_and_its_life_can_be_run_aga
     with pytest.raises(LifeError) as again:
         walk_lives(SEED, LIFE_STEPS, root, first=found.value.life, around=around)
     assert str(again.value) == str(found.value)
+
+
+def test_a_life_that_went_wrong_says_why_also_where_an_assertion_says_nothing() -> None:
+    def bare() -> None:
+        raise AssertionError
+
+    def told() -> None:
+        raise AssertionError("a pin is left")
+
+    for fails, words in ((bare, "raise AssertionError (test_random_walk.py, line "), (told, "a pin is left")):
+        with pytest.raises(AssertionError) as found:
+            fails()
+        assert in_words(found.value).startswith(f"AssertionError: {words}")

@@ -274,7 +274,9 @@ class Planner:
         are looked at again. Those that the request has no more are left alone.
         """
         hashes = state.request.block_hashes
-        ends = {name: (place + 1) * self._shape.hash_tokens for place, name in enumerate(hashes)}
+        ends: dict[bytes, int] = {
+            name: (place + 1) * self._shape.hash_tokens for place, name in enumerate(hashes)
+        }
         sizes = {group.group_id: group.block_tokens for group in self._shape.groups}
         starts = [
             (ends[name] - 1) // sizes[group_id] * sizes[group_id] for group_id, name in lost if name in ends
