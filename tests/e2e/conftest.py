@@ -8,6 +8,9 @@ import pytest
 
 from e2e.harness import EnginePool
 
+# Before a test file imports it: its assertions are worth pytest's words.
+pytest.register_assert_rewrite("e2e.rules")
+
 
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:

@@ -180,6 +180,11 @@ def random_prompt(length: int, *, seed: int, max_tokens: int = 8, vocabulary: in
     return Prompt(tuple(source.randrange(2, vocabulary) for _ in range(length)), max_tokens)
 
 
+def restorable(tokens: int) -> int:
+    """How much of a prompt can be: whole blocks, with at least one token left to compute."""
+    return (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """What one request gave. `cached_tokens` is vLLM's count at admission, of both caches together.

@@ -14,12 +14,16 @@ from e2e.harness import (
     Result,
     assert_close,
     assert_differs,
-    assert_same,
     gained,
     random_prompt,
 )
 from e2e.kinds import KINDS, NO_FAULTS, SOME_FAIL, Kind, set_faults
-from e2e.test_trouble import assert_even_accounts, assert_finished
+from e2e.rules import (
+    assert_even_accounts,
+    assert_finished,
+    assert_nothing_fails_while_evicting,
+    assert_restored_as_own_hit,
+)
 from umbp.runtime.wrap.faulty import FaultPlan
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -62,21 +66,7 @@ def test_a_restored_prompt_is_answered_as_the_engines_own_hit_is(
     engine: EngineProcess, kind: Kind, length: int
 ) -> None:
     prompt = random_prompt(length, seed=4000 + length)
-    cold = engine.generate(prompt)
-    hit = engine.generate(prompt)
-    assert hit.cached_tokens == kind.restorable(length)
-    hit_digests = engine.kv_digests(hit, hit.cached_tokens)
-    before = engine.metrics()
-    engine.poison()
-
-    restored = engine.generate(prompt)
-
-    assert_same(restored, hit)
-    assert_close(restored, cold)
-    assert engine.kv_digests(restored, hit.cached_tokens) == hit_digests
-    after = engine.metrics()
-    assert gained(after, before, "vllm:umbp_loaded_tokens") == hit.cached_tokens
-    assert gained(after, before, "vllm:umbp_failed_load_tokens") == 0
+    assert_restored_as_own_hit(engine, prompt, kind.restorable(length))
 
 
 def test_one_changed_early_token_is_a_miss_and_changes_the_answer(engine: EngineProcess) -> None:
@@ -131,28 +121,4 @@ def test_with_a_fifth_of_loads_failing_every_answer_is_right(engine: EngineProce
 
 
 def test_a_pool_that_evicts_all_the_time_never_fails_a_load(engine: EngineProcess) -> None:
-    prompts = many_prompts(seed=4400)
-    cold = answers(engine, prompts)
-    before = engine.metrics()
-    evicted = evictions(engine)
-    for round_ in range(3):
-        engine.poison()
-        order = prompts[round_:] + prompts[:round_]
-        for result, prompt in zip(engine.generate_all(order), order, strict=True):
-            assert_finished(result)
-            assert_close(result, cold[prompts.index(prompt)])
-        # Prompts in a circle are never found again by age; the latest one is.
-        latest = order[-1]
-        engine.generate(latest)
-        engine.poison()
-        assert_close(engine.generate(latest), cold[prompts.index(latest)])
-    after = engine.metrics()
-    assert all(now > then for now, then in zip(evictions(engine), evicted, strict=True))
-    assert gained(after, before, "vllm:umbp_loaded_tokens") > 0
-    assert gained(after, before, "vllm:umbp_failed_load_tokens") == 0
-    assert_even_accounts(engine)
-
-
-def evictions(engine: EngineProcess) -> list[int]:
-    """Of the pools themselves: their metric is brought up to date once a second."""
-    return [pool["evicted"] for pool in engine.call_workers("e2e.test_trouble:audited_pool")]
+    assert_nothing_fails_while_evicting(engine, many_prompts(seed=4400), rounds=3)

@@ -18,7 +18,9 @@ from e2e.harness import (
     assert_differs,
     assert_same,
     random_prompt,
+    restorable,
 )
+from e2e.rules import assert_restored_as_own_hit
 from umbp.runtime.wrap.faulty import FAULTS_VARIABLE
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -40,30 +42,10 @@ def engine(engines: EnginePool) -> EngineProcess:
     return found
 
 
-def restorable(tokens: int) -> int:
-    """Whole blocks, with at least one token left to compute."""
-    return (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-
-
 @pytest.mark.parametrize("length", [5 * BLOCK_TOKENS, 300])
 def test_every_stage_restores_what_the_engines_own_hit_has(engine: EngineProcess, length: int) -> None:
-    prompt = random_prompt(length, seed=length)
-    cold = engine.generate(prompt)
-    hit = engine.generate(prompt)
-    hit_digests = engine.kv_digests(hit, restorable(length))
-    assert [len(layers) for layers in hit_digests] == [2, 2], "half of the layers on each stage"
-    before = engine.metrics()
-    engine.poison()
-
-    restored = engine.generate(prompt)
-
-    assert restored.cached_tokens == restorable(length)
-    assert_same(restored, hit)
-    assert_close(restored, cold)
-    assert engine.kv_digests(restored, restorable(length)) == hit_digests
-    after = engine.metrics()
-    assert after["vllm:umbp_loaded_tokens"] - before["vllm:umbp_loaded_tokens"] == restorable(length)
-    assert after["vllm:umbp_failed_load_tokens"] == 0
+    restored = assert_restored_as_own_hit(engine, random_prompt(length, seed=length), restorable(length))
+    assert [len(layers) for layers in restored.digests] == [2, 2], "half of the layers on each stage"
 
 
 def test_one_changed_early_token_is_a_miss_and_changes_the_answer(engine: EngineProcess) -> None:

@@ -19,7 +19,9 @@ from e2e.harness import (
     assert_differs,
     assert_same,
     random_prompt,
+    restorable,
 )
+from e2e.rules import assert_restored_as_own_hit
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -62,38 +64,15 @@ def engine(spec: EngineSpec, engines: EnginePool) -> EngineProcess:
     return found
 
 
-def restorable(tokens: int) -> int:
-    """Whole blocks, with at least one token left to compute."""
-    return (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-
-
 def has_own_cache(engine: EngineProcess) -> bool:
     return dict(engine.spec.arguments).get("enable_prefix_caching", True)
 
 
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS.keys())
 def test_a_restored_prompt_is_answered_as_the_engines_own_hit_is(engine: EngineProcess, length: int) -> None:
-    prompt = random_prompt(length, seed=length)
-    cold = engine.generate(prompt)
-    # With its own cache off, the second answer is restored too: then two restored answers are compared.
-    hit = engine.generate(prompt)
-    hit_digests = engine.kv_digests(hit, restorable(length))
-    before = engine.metrics()
-    engine.poison()
-
-    restored = engine.generate(prompt)
-
-    assert restored.cached_tokens == restorable(length)
-    assert_same(restored, hit)
-    assert_close(restored, cold)
-    assert engine.kv_digests(restored, restorable(length)) == hit_digests
-    after = engine.metrics()
-    assert after["vllm:umbp_loaded_tokens"] - before["vllm:umbp_loaded_tokens"] == restorable(length)
-    assert after["vllm:umbp_failed_load_tokens"] == 0
-    assert after["vllm:umbp_hit_tokens"] - before["vllm:umbp_hit_tokens"] == restorable(length)
-    jobs = "vllm:umbp_load_job_seconds_count"
-    assert after[jobs] - before[jobs] == engine.spec.tensor_parallel * (restorable(length) > 0)
-    assert after["vllm:umbp_store_job_seconds_count"] == before["vllm:umbp_store_job_seconds_count"]
+    restored = assert_restored_as_own_hit(engine, random_prompt(length, seed=length), restorable(length))
+    assert restored.gained("load_job_seconds_count") == engine.spec.tensor_parallel * (restorable(length) > 0)
+    assert restored.gained("store_job_seconds_count") == 0
 
 
 def test_one_changed_early_token_is_a_miss_and_changes_the_answer(engine: EngineProcess) -> None:

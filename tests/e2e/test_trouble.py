@@ -5,7 +5,6 @@ preemption. Right answers, no failed request, and accounts that are even after a
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
@@ -13,12 +12,11 @@ from e2e.harness import (
     BLOCK_TOKENS,
     UMBP,
     EnginePool,
-    EngineProcess,
     EngineSpec,
-    Result,
     assert_close,
     random_prompt,
 )
+from e2e.rules import assert_even_accounts, assert_finished, assert_nothing_fails_while_evicting
 from umbp.runtime.wrap.faulty import FAULTS_VARIABLE
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -67,10 +65,6 @@ def small(request: pytest.FixtureRequest) -> EngineSpec:
     return found
 
 
-def assert_finished(result: Result) -> None:
-    assert result.finish_reason == "length", f"request {result.request_id} ended by {result.finish_reason}"
-
-
 @pytest.mark.parametrize("spec", FAILING_LOADS.values(), ids=FAILING_LOADS.keys())
 def test_with_a_fifth_of_loads_failing_every_answer_is_right(engines: EnginePool, spec: EngineSpec) -> None:
     engine = engines.get(spec)
@@ -108,25 +102,7 @@ def test_a_pool_smaller_than_a_prompt_keeps_its_head_and_never_fails_a_load(
 def test_a_pool_that_evicts_all_the_time_never_fails_a_load(engines: EnginePool, small: EngineSpec) -> None:
     engine = engines.get(small)
     prompts = [random_prompt(70 + 20 * i, seed=2200 + i) for i in range(6)]
-    cold = [engine.generate(prompt) for prompt in prompts]
-    before = engine.metrics()
-    for round_ in range(4):
-        engine.poison()
-        order = prompts[round_:] + prompts[:round_]
-        for result, prompt in zip(engine.generate_all(order), order, strict=True):
-            assert_finished(result)
-            assert_close(result, cold[prompts.index(prompt)])
-        # Prompts in a circle are never found again by age; the latest one is.
-        latest = order[-1]
-        engine.generate(latest)
-        engine.poison()
-        assert_close(engine.generate(latest), cold[prompts.index(latest)])
-    metrics = engine.metrics()
-    # Of the pool itself: its metric is brought up to date once a second.
-    assert all(pool["evicted"] > 0 for pool in engine.call_workers("e2e.test_trouble:audited_pool"))
-    assert metrics["vllm:umbp_loaded_tokens"] > before["vllm:umbp_loaded_tokens"]
-    assert metrics["vllm:umbp_failed_load_tokens"] == 0
-    assert_even_accounts(engine)
+    assert_nothing_fails_while_evicting(engine, prompts, rounds=4)
 
 
 def test_preempted_requests_resume_and_are_answered_right(engines: EnginePool, small: EngineSpec) -> None:
@@ -162,42 +138,3 @@ def test_with_every_store_refused_the_engine_works_as_without(engines: EnginePoo
     assert metrics["vllm:umbp_stored_tokens"] == 0
     assert metrics["vllm:umbp_dropped_store_tokens"] > 0
     assert_even_accounts(engine)
-
-
-def assert_even_accounts(engine: EngineProcess) -> None:
-    """After a drain nothing is pinned, promised or in flight; the pools prove their invariants."""
-    for pool in engine.call_workers("e2e.test_trouble:audited_pool"):
-        assert pool["pinned"] == 0
-        assert pool["deferred_here"] == 0
-    if engine.spec.is_in_process:
-        assert engine.call("e2e.test_trouble:scheduler_accounts") == {
-            "blocks in use": 0,
-            "loads": 0,
-            "stores": 0,
-            "requests": 0,
-        }
-
-
-def audited_pool(worker: Any) -> dict[str, int]:
-    """Runs in a worker: its pool's figures, once all invariants are proved."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    handle = get_kv_transfer_group().worker_side._handle
-    handle = getattr(handle, "_inner", handle)
-    handle.audit()
-    stats: dict[str, int] = handle._keeper.current()[0].stats()
-    return stats
-
-
-def scheduler_accounts(llm: Any) -> dict[str, int]:
-    """Runs in an in-process engine: what its scheduler still has open."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    side = scheduler.connector.scheduler_side
-    side.audit()
-    pool = scheduler.kv_cache_manager.block_pool
-    return {
-        "blocks in use": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
-        "loads": len(side._loads),
-        "stores": len(side._stores),
-        "requests": len(side._requests),
-    }
