@@ -408,6 +408,44 @@ def test_a_store_that_recovers_by_itself_is_kept_however_long_it_stays_broken(si
     assert site.cluster.stores == [store]
 
 
+def test_a_silent_store_that_recovers_has_time_to_come_back_with_all_its_calls(site: Site) -> None:
+    site.cluster.traits = replace(TRAITS, recovers=True)
+    gate = site.opened(GateLimits(most_threads=1))
+    silent_call(site, gate)
+    site.cluster.hang("probe")
+    site.clock.advance(0.25)
+    site.cluster.wait_hanging(2)
+    site.clock.advance(20.0)
+    site.cluster.go_on()
+    site.wait_lates(1)
+    site.moved_until(lambda: gate.is_well)
+    assert len(site.cluster.stores) == 1
+    assert gate.call(asks, 1.0) == [Outcome.MISS]
+
+
+def test_a_store_that_recovers_is_replaced_where_its_probe_never_comes_back(site: Site) -> None:
+    site.cluster.traits = replace(TRAITS, recovers=True)
+    gate = site.opened()
+    site.cluster.hang("probe")
+    gate.report_broken()
+    site.clock.advance(0.25)
+    site.cluster.wait_hanging(1)
+    site.clock.advance(29.0)
+    assert len(site.cluster.stores) == 1
+    site.moved_until(lambda: len(site.cluster.stores) == 2)
+
+
+def test_a_store_that_recovers_is_replaced_where_its_calls_never_come_back(site: Site) -> None:
+    site.cluster.traits = replace(TRAITS, recovers=True)
+    gate = site.opened(GateLimits(most_threads=1))
+    silent_call(site, gate)
+    site.moved_until(lambda: gate.is_well)
+    assert len(site.cluster.stores) == 1
+    site.clock.advance(30.0)
+    gate.report_broken()
+    site.moved_until(lambda: len(site.cluster.stores) == 2)
+
+
 def test_a_store_whose_probe_hangs_is_replaced(site: Site) -> None:
     gate = site.opened()
     site.cluster.hang("probe")

@@ -23,7 +23,9 @@ class GateLimits:
     """A store that had a call for less than this isn't taken for ill, however short the caller's time was."""
     probe_timeout_s: float = 2.0
     open_timeout_s: float = 30.0
-    """For opening a fresh store and registering memory, and again for `before_return`."""
+    """For opening a fresh store and registering memory, and again for `before_return`. A store that
+    `recovers` has this time for its probe too, and its calls have it to come back.
+    """
 
 
 @dataclass(frozen=True, slots=True)

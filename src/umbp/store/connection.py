@@ -108,9 +108,20 @@ class Connection:
         lost = sum(call.is_settled for call in self.running)
         return lost + (self.task is not None and now_s >= self.task_until_s)
 
-    def is_worn_out(self) -> bool:
-        """Whether more than half of the crew is stuck: too few are left for what comes."""
-        return 2 * sum(call.is_settled for call in self.running) > self._most_threads
+    def is_worn_out(self, since_s: float = math.inf) -> bool:
+        """Whether more than half of the crew is stuck, in calls that began before then: too few are left for
+        what comes.
+        """
+        stuck = sum(
+            call.is_settled and call.begun_at_s is not None and call.begun_at_s <= since_s
+            for call in self.running
+        )
+        return 2 * stuck > self._most_threads
+
+    @property
+    def recovers(self) -> bool:
+        """Whether what is broken or silent here works again by itself."""
+        return self.is_opened and self.store is not None and self.store.traits.recovers
 
     def audit(self) -> None:
         if not len(self.running) + self._idle <= self._threads <= self._most_threads:

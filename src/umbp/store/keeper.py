@@ -175,22 +175,22 @@ class StoreKeeper:
         connection = self.current
         if connection is None:
             connection = self._connect()
-        elif self._is_spent(connection):
+        elif self._is_spent(connection, now_s):
             if self._has_room():
                 connection = self._replace(now_s, "stays broken")
             elif not connection.is_opened:
                 return math.inf
-        limit_s = self._limits.probe_timeout_s if connection.is_opened else self._limits.open_timeout_s
+        is_pressing = connection.is_opened and not connection.recovers
+        limit_s = self._limits.probe_timeout_s if is_pressing else self._limits.open_timeout_s
         connection.ask(self._attempt_to_return, now_s + limit_s)
         return connection.task_until_s
 
-    def _is_spent(self, connection: Connection) -> bool:
+    def _is_spent(self, connection: Connection, now_s: float) -> bool:
         if not connection.is_opened:
             return connection.failures > 0
-        if connection.is_worn_out():
-            return True
-        recovers = connection.store is not None and connection.store.traits.recovers
-        return connection.failures >= self._limits.patience and not recovers
+        if connection.recovers:
+            return connection.is_worn_out(now_s - self._limits.open_timeout_s)
+        return connection.failures >= self._limits.patience or connection.is_worn_out()
 
     def _connect(self) -> Connection:
         self._made += 1
