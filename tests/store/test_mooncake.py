@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +18,7 @@ import pytest
 from umbp.errors import InvariantError
 from umbp.store import mooncake, mooncake_client, mooncake_codes
 from umbp.store.base import Outcome, StoreError
+from umbp.store.gate import StoreGate, StoreUnavailable
 from umbp.store.mooncake import MooncakeStore
 from umbp.store.mooncake_client import MooncakeSettings
 from umbp.testing.stores.rig import StoreRig
@@ -252,3 +256,44 @@ def test_what_is_being_put_is_neither_read_nor_removed_and_comes(
         assert other.fetch(new) == [DONE]
     assert rig.put(new) == [DONE]
     other.store.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["silent", "dead"])
+def test_behind_a_gate_a_master_that_fails_costs_one_timeout_and_its_return_nothing(
+    cluster: MortalMooncake, fault: str
+) -> None:
+    gate = StoreGate("mooncake", cluster.connect)
+    gate.open(30.0)
+    memory = mmap.mmap(-1, 1 << 20)
+    held = (ctypes.c_ubyte * len(memory)).from_buffer(memory)
+    gate.register(ctypes.addressof(held), len(memory), 10.0)
+
+    def ask() -> Sequence[Outcome]:
+        return gate.call(lambda store: store.exists(["a"]), 0.2)
+
+    def fail_and_return() -> None:
+        assert ask() == [MISS]
+        cluster.master.stop() if fault == "silent" else cluster.kill()
+        begun_s = time.monotonic()
+        while gate.is_well:
+            with contextlib.suppress(StoreUnavailable):
+                ask()
+        assert time.monotonic() - begun_s < 1.0
+        while time.monotonic() - begun_s < 4.0:
+            asked_s = time.monotonic()
+            with pytest.raises(StoreUnavailable):
+                ask()
+            assert time.monotonic() - asked_s < 0.1
+            threading.Event().wait(0.05)
+        cluster.master.go_on() if fault == "silent" else cluster.revive()
+        while not gate.is_well:
+            threading.Event().wait(0.01)
+            assert time.monotonic() - begun_s < 60.0
+
+    _, _, still_s = beside(fail_and_return)
+    assert still_s < 0.5, "all of Python stood still"
+    assert gate.call(lambda store: store.exists(["a"]), 10.0) == [MISS]
+    assert gate.counts().replaced == 0
+    gate.audit()
+    assert gate.close(30.0)
