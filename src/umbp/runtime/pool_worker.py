@@ -202,14 +202,18 @@ class PoolWorkerHandle:
             job.completed_keys.difference_update(lost)
             job.fail(lost, reason)
         if self._far is not None and self._groups is not None:
-            new = [key for key in note.stored if key not in set(lost)]
+            missing = set(lost)
+            new = [key for key in note.stored if key not in missing]
             self._far.offer(note.mover.pool, self._groups.names(new))
 
     def usage(self) -> Mapping[str, float]:
         # Looked at in any case: a pool that was replaced is left, and its memory goes, without a transfer.
         mover = self._current_mover()
-        if self._groups is None or self._is_closed or not self._counts_usage:
+        if self._groups is None or self._is_closed:
             return {}
+        far = {} if self._far is None else dict(self._far.usage())
+        if not self._counts_usage:
+            return far
         stats = dict.fromkeys(_USAGE.values(), 0) if mover is None else mover.pool.stats()
         if mover is not None:
             # Another pool counts from another number; what went before this worker came isn't its own.
@@ -218,7 +222,7 @@ class PoolWorkerHandle:
                 self._evicted_before[name] = stats[name]
         usage = {name: float(stats[counter]) for name, counter in _USAGE.items()}
         usage |= {_EVICTIONS[name]: float(total) for name, total in self._evicted.items()}
-        return usage if self._far is None else usage | self._far.usage()
+        return usage | far
 
     def take_counts(self) -> Mapping[tuple[str, ...], float]:
         return {} if self._far is None else self._far.take_counts()

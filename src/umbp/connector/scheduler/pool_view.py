@@ -105,11 +105,17 @@ class PoolView:
         if not self._can.prepare:
             return 0
         parts = (owner,) if len(self._stages) == 1 else self._parts.get(owner, ())
-        counts = [
-            sum(self._ask(partial(stage.handle.to_fetch, part), {}).get(group_id, 0) for part in parts)
-            for stage in self._stages
-        ]
-        return max(counts, default=0)
+        nothing: Mapping[int, int] = {}
+        return max(
+            (
+                sum(
+                    self._ask(partial(stage.handle.to_fetch, part), nothing).get(group_id, 0)
+                    for part in parts
+                )
+                for stage in self._stages
+            ),
+            default=0,
+        )
 
     @property
     def prepares(self) -> bool:
