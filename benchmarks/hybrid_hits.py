@@ -127,7 +127,7 @@ def _vllm_search(
         hash_block_size=kinds.hash_tokens,
     )
     for group in kinds.groups:
-        own = _kept(group, names)
+        own: list[Any] = _kept(group, names)
         for name, block in zip(own, coordinator.block_pool.get_new_blocks(len(own)), strict=True):
             key: Any = make_block_hash_with_group_id(name, group.group_id)
             block._block_hash = key
