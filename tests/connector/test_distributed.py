@@ -15,6 +15,7 @@ from scripted import BLOCK, ScriptedEngine, Shape, tokens
 
 from umbp.data import KVLayoutDescriptor, RankTopology, UMBPNamespace
 from umbp.options import Options, parse_options
+from umbp.pool import Pool
 from umbp.runtime.base import IUMBPRuntime
 from umbp.runtime.distributed import DistributedRuntime
 from umbp.runtime.pool_worker import PoolWorkerHandle
@@ -255,3 +256,26 @@ def test_a_store_that_fails_is_counted_by_reason(start: Start, cluster: MemoryCl
     assert series["failed_load_tokens|memory|absent"] == BLOCK
     assert series["store_failures|memory"] >= 1
     assert series["store_lookup_failures|memory"] >= 1
+
+
+def test_a_shared_pool_that_is_made_anew_takes_the_place_of_the_old_one(
+    start: Start, cluster: MemoryCluster, tmp_path: Path
+) -> None:
+    engine, node = start({"pool": "p", "pool_dir": str(tmp_path)})
+    engine.run(tokens(PROMPT))
+    node.flush()
+    (old,) = (store.registered for store in cluster.stores if store.registered)
+    (path,) = tmp_path.iterdir()
+    with Pool.attach(path) as before:
+        geometry = before.slab_bytes
+        before.destroy()
+    Pool.create(path, 64 * geometry, slab_bytes=geometry, min_object_bytes=4096).close()
+    engine.forget_prefixes()
+    engine.run(tokens(PROMPT))
+    assert engine.restored_tokens() == 10 * BLOCK
+    engine.run(tokens(PROMPT, seed=1))
+    node.flush()
+    engine.check_drained()
+    (new,) = (store.registered for store in cluster.stores if store.registered)
+    assert new
+    assert not set(new) & set(old)

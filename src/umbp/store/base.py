@@ -51,6 +51,8 @@ class StoreTraits:
     """For so long what was found to exist is kept, room allowing; 0: no longer than the answer takes."""
     registers: bool
     """Whether addresses must lie in memory that was registered."""
+    pins: bool = False
+    """Whether registered memory must stay where it is: a pool in it can't give memory back meanwhile."""
     recovers: bool = False
     """Whether the same connection works again by itself when the store is back. It is then better kept than
     replaced: what it offered to others stays theirs.
@@ -62,7 +64,8 @@ class ClusterStore(Protocol):
     """One process's connection to a store. Threads may call it side by side.
 
     A call with no objects does nothing; the keys of one call are distinct. Calls may block for long; none
-    raises but `open` and `register`: what goes wrong is an outcome. After `close` everything is BROKEN.
+    raises but `open`, `register` and `unregister`: what goes wrong is an outcome. After `close` everything is
+    BROKEN.
     """
 
     @property
@@ -75,8 +78,14 @@ class ClusterStore(Protocol):
         ...
 
     def register(self, address: int, size: int) -> None:
-        """Objects will be put from and fetched into this memory, which lives until `close`, and until every
-        call that had begun by then is back. `StoreError` where the store refuses it.
+        """Objects will be put from and fetched into this memory, which lives until `unregister` or `close`,
+        and until every call that had begun by then is back. `StoreError` where the store refuses it.
+        """
+        ...
+
+    def unregister(self, address: int, size: int) -> None:
+        """A range that was registered isn't used any more, and goes when this returns. Nothing is done for
+        one that wasn't registered; `StoreError` where the store doesn't let it go.
         """
         ...
 

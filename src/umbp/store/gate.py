@@ -122,6 +122,22 @@ class StoreGate:
         with self._lock:
             self._keeper.register(Memory(address, size), timeout_s)
 
+    def forget(self, address: int, size: int, timeout_s: float) -> bool:
+        """Unregister memory that no call has any more. False: the store may still know it, and it must not
+        go.
+        """
+        with self._lock:
+            self._keeper.forget(Memory(address, size))
+
+        def unregister(store: ClusterStore) -> bool:
+            store.unregister(address, size)
+            return True
+
+        try:
+            return self.call(unregister, timeout_s)
+        except StoreUnavailable:
+            return False
+
     def on_return(self, listener: Callable[[], None]) -> None:
         """Call this on the probing thread whenever the store has become usable, the first time included;
         calls may be under way by then.

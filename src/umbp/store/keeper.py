@@ -119,6 +119,12 @@ class StoreKeeper:
         if has_asked and self._clock() >= until_s:
             raise StoreUnavailable(self.name, Why.SILENT)
 
+    def forget(self, memory: Memory) -> None:
+        """Tell no store of this memory any more; who was told is told otherwise by the caller."""
+        self._memory = [each for each in self._memory if each != memory]
+        for connection in self.connections():
+            connection.registered.discard(memory)
+
     def fail(self, epoch: int, now_s: float) -> None:
         """Something that was begun in this epoch shows that the store is ill."""
         if not self.breaker.open(now_s, epoch):

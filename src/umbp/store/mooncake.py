@@ -69,6 +69,7 @@ TRAITS = {
         # The master's --default_kv_lease_ttl, as it is unless the operator changes it.
         lease_s=10.0,
         registers=True,
+        pins=protocol == "rdma",
         recovers=True,
     )
     for protocol in ("tcp", "rdma")
@@ -130,6 +131,15 @@ class MooncakeStore:
                 f"Mooncake refuses {size} bytes at {address:#x} (code {code}): memory that overlaps what is "
                 "registered already, or more than may be locked (see ulimit -l)"
             )
+
+    def unregister(self, address: int, size: int) -> None:
+        with self._calling() as client:
+            if client is None:
+                raise StoreError("the store isn't open")
+            code = client.unregister_buffer(address)
+        # It answers so for what isn't registered.
+        if code not in (0, -600):
+            raise StoreError(f"Mooncake does not let memory at {address:#x} go (code {code})")
 
     def exists(self, keys: Sequence[str]) -> Sequence[Outcome]:
         codes = self._codes(len(keys), lambda client: client.batch_is_exist(list(keys)))

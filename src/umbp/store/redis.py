@@ -134,6 +134,9 @@ class RedisStore:
     def register(self, address: int, size: int) -> None:
         """Nothing to do: any memory will do."""
 
+    def unregister(self, address: int, size: int) -> None:
+        """Nothing to do."""
+
     def exists(self, keys: Sequence[str]) -> Sequence[Outcome]:
         answers = self._ask(len(keys), lambda pipe: [pipe.exists(key) for key in keys])
         return [self._outcome(each, _found) for each in answers]

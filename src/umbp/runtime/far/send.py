@@ -19,7 +19,6 @@ from umbp.pool import Outcome, Pool
 from umbp.pool.pool import Tickets
 from umbp.runtime.far.counts import FarCounts
 from umbp.runtime.far.fetch import batches
-from umbp.runtime.far.registry import RegisteredPool
 from umbp.store import base
 from umbp.store.base import ClusterStore
 from umbp.store.gate import StoreGate, StoreUnavailable
@@ -85,6 +84,7 @@ class Sender:
         traits: base.StoreTraits,
         counts: FarCounts,
         debts: Debts,
+        tell: Callable[[Pool], None],
         *,
         timeout_s: float,
         has_checksums: bool,
@@ -94,6 +94,7 @@ class Sender:
         self._gate = gate
         self._traits = traits
         self._debts = debts
+        self._tell = tell
         self._counts = counts
         self._timeout_s = timeout_s
         self._has_checksums = has_checksums
@@ -104,8 +105,6 @@ class Sender:
         self._waiting = 0
         self._is_sending = False
         self._closes_at_s: float | None = None
-        self._pool: Pool | None = None
-        self._registered: RegisteredPool | None = None
         self._thread = threading.Thread(target=self._run, name="umbp-send", daemon=True)
         self._thread.start()
 
@@ -208,14 +207,13 @@ class Sender:
     def _send(self, parcel: _Parcel) -> Sequence[str]:
         """Put the objects that the pool still has; those that the store wants later."""
         pool = parcel.pool
-        if pool is not self._pool:
-            self._pool, self._registered = pool, RegisteredPool(self._gate, pool)
-        assert self._registered is not None
-        self._registered.tell()
-        tickets, outcomes = pool.acquire(parcel.names)
+        self._tell(pool)
+        # Each once: a store may fail at two puts of one name.
+        wanted = list(dict.fromkeys(parcel.names))
+        tickets, outcomes = pool.acquire(wanted)
         rows = np.flatnonzero(outcomes == Outcome.HIT)
         self._counts.add("dropped_send_objects", len(tickets) - len(rows), LossReason.ABSENT)
-        names = [parcel.names[row] for row in rows.tolist()]
+        names = [wanted[row] for row in rows.tolist()]
         return self._put_all(pool, names, tickets[rows]) if names else ()
 
     def _put_all(self, pool: Pool, names: Sequence[str], tickets: Tickets) -> Sequence[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from umbp.pool import Pool
 from umbp.runtime.far.counts import FarCounts
 from umbp.runtime.far.fetch import Brought, Fetcher
-from umbp.runtime.far.registry import RegisteredPool
+from umbp.runtime.far.registry import RegisteredPools
 from umbp.runtime.far.send import Debts, Sender
 from umbp.runtime.moves import Move
 from umbp.store.base import ClusterStore, StoreTraits
@@ -41,13 +41,19 @@ class WorkerFar:
         self._has_checksums = has_checksums
         self._counts = FarCounts(traits.name)
         self._lock = threading.Lock()
-        self._fetchers: dict[Pool, tuple[Fetcher, RegisteredPool]] = {}
-        self._in_use: dict[Pool, int] = {}
+        self._fetchers: dict[Pool, Fetcher] = {}
         self._debts = Debts()
         self._gate = open_gate(self._debts.repay)
         self._traits = traits
+        self._registered = RegisteredPools(self._gate, traits)
         self._sender = Sender(
-            self._gate, traits, self._counts, self._debts, timeout_s=timeout_s, has_checksums=has_checksums
+            self._gate,
+            traits,
+            self._counts,
+            self._debts,
+            self._registered.tell,
+            timeout_s=timeout_s,
+            has_checksums=has_checksums,
         )
 
     def flush(self, timeout_s: float) -> bool:
@@ -67,10 +73,10 @@ class WorkerFar:
                     self._counts,
                     has_checksums=self._has_checksums,
                 )
-                self._fetchers[pool] = fetcher, RegisteredPool(self._gate, pool)
-            fetcher, registered = self._fetchers[pool]
+                self._fetchers[pool] = fetcher
+            fetcher = self._fetchers[pool]
         if self._gate.is_well:
-            registered.tell()
+            self._registered.tell(pool)
         brought = fetcher.bring(move, deadline_s)
         held = int(brought.is_held.sum())
         self._counts.add("fetched_bytes", held * move.runs.object_bytes)
@@ -86,9 +92,11 @@ class WorkerFar:
         self._sender.forget(pool)
         with self._lock:
             self._fetchers.pop(pool, None)
-        # A store that has hung in a transfer may come back to these slots at any time.
-        if not self._gate.counts().stuck_threads:
+        # A store that hangs in a transfer may come back to these slots at any time.
+        if not self._gate.counts().stuck_threads and self._registered.forget(pool):
             close()
+        else:
+            logger.warning("UMBP: the store does not let a pool go that isn't used any more; it stays mapped")
 
     def usage(self) -> Mapping[str, float]:
         return {"send_waiting_objects": float(self._sender.waiting)}

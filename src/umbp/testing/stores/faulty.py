@@ -83,6 +83,10 @@ class FaultyStore:
         self._enter("register")
         self._inner.register(address, size)
 
+    def unregister(self, address: int, size: int) -> None:
+        self._enter("unregister")
+        self._inner.unregister(address, size)
+
     def exists(self, keys: Sequence[str]) -> Sequence[Outcome]:
         self._enter("exists")
         outcomes = list(self._inner.exists(keys))

@@ -134,6 +134,12 @@ class MemoryStore:
             raise StoreError("the memory cluster takes no memory")
         self._ranges.append(_Range(address, size))
 
+    def unregister(self, address: int, size: int) -> None:
+        self._enter("unregister")
+        if self._is_dead():
+            raise StoreError("the memory cluster does not answer")
+        self._ranges = [each for each in self._ranges if each != _Range(address, size)]
+
     def exists(self, keys: Sequence[str]) -> list[Outcome]:
         self._enter("exists", keys=len(keys))
         if self._is_dead():
@@ -217,4 +223,15 @@ class MemoryStore:
         return Outcome.DONE
 
 
-VERBS = ("open", "register", "exists", "put", "get", "remove", "remove_prefix", "probe", "close")
+VERBS = (
+    "open",
+    "register",
+    "unregister",
+    "exists",
+    "put",
+    "get",
+    "remove",
+    "remove_prefix",
+    "probe",
+    "close",
+)

@@ -67,6 +67,21 @@ class BoundsRules(StoreRules):
             outcomes = set().union(*pool.map(work, range(THREADS)))
         assert self.may_fail or outcomes == {DONE}
 
+    def test_memory_that_was_unregistered_can_come_again(
+        self, make_store: Callable[[], ClusterStore], name: str
+    ) -> None:
+        store = make_store()
+        rig = open_rig(store)
+        try:
+            for each in ("first", "again"):
+                self.expect(rig.put({f"{name}{each}": pattern(1, 5000)}), [DONE])
+                store.unregister(rig.address, rig.memory_bytes)
+                store.unregister(rig.address, rig.memory_bytes)
+                store.register(rig.address, rig.memory_bytes)
+                self.expect(rig.fetch({f"{name}{each}": pattern(1, 5000)}), [DONE])
+        finally:
+            store.close()
+
     def test_several_pieces_of_memory_can_be_registered(
         self, make_store: Callable[[], ClusterStore], name: str
     ) -> None:
