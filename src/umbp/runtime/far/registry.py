@@ -46,6 +46,5 @@ class RegisteredPools:
         with self._lock:
             ranges = self._ranges.pop(pool, frozenset())
         base, _ = pool.arena
-        return all(
-            [self._gate.forget(base + offset, size, FORGET_TIMEOUT_S) for offset, size in sorted(ranges)]
-        )
+        forgotten = [self._gate.forget(base + at, size, FORGET_TIMEOUT_S) for at, size in sorted(ranges)]
+        return all(forgotten)
