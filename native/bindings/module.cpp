@@ -29,6 +29,14 @@ BoolArray lookup(const Pool& pool, const Keys& keys) {
   return result;
 }
 
+U8Array states(const Pool& pool, const Keys& keys) {
+  KeyState* found = new KeyState[keys.size()];
+  U8Array result = array_of(reinterpret_cast<u8*>(found), {keys.size()});
+  nb::gil_scoped_release release;
+  pool.states(keys.digests(), found);
+  return result;
+}
+
 template <class Call>
 U8Array outcomes_by(size_t count, Call&& call) {
   Outcome* outcomes = new Outcome[count];
@@ -311,6 +319,8 @@ NB_MODULE(_native, m) {
             return lookup(p, Keys(p, std::move(prefix), hashes));
           },
           "prefix"_a, "hashes"_a)
+      .def(
+          "states", [](const Pool& p, nb::handle keys) { return states(p, Keys(p, keys)); }, "keys"_a)
       .def(
           "match",
           [](const Pool& p, const std::string& prefix, nb::handle hashes) {

@@ -13,6 +13,9 @@
 
 namespace umbp {
 
+// What a reader finds of a key.
+enum class KeyState : u8 { absent = 0, reserved = 1, published = 2 };
+
 class Index {
   // Half of the entries are free, so no run of used ones is ever nearly as long, unless the table is damaged.
   static constexpr u64 kLongestProbe = 4096;
@@ -90,17 +93,12 @@ class Index {
 
   // Without the lock. Which of `keys` are published in their namespace's present epoch.
   void lookup(const Digest* keys, std::size_t count, bool* hits) const {
-    constexpr std::size_t kAhead = 16;
-    const u64 before = moves();
-    bool missed = false;
-    for (std::size_t i = 0; i < count; i++) {
-      if (i + kAhead < count) prefetch_home(keys[i + kAhead]);
-      hits[i] = probe(keys[i], before % 2);
-      missed |= !hits[i];
-    }
-    if (!missed || have_not_moved_since(before)) return;
-    for (std::size_t i = 0; i < count; i++)
-      if (!hits[i]) hits[i] = probe_between_moves(keys[i]);
+    find_all(keys, count, hits,
+             [this](const Digest& key, u64 holes) { return probe(key, holes) == KeyState::published; });
+  }
+  // The same, and which of the others are being written.
+  void states(const Digest* keys, std::size_t count, KeyState* states) const {
+    find_all(keys, count, states, [this](const Digest& key, u64 holes) { return probe(key, holes); });
   }
 
  private:
@@ -127,25 +125,42 @@ class Index {
     entry.ref.store(ref, std::memory_order_release);
   }
 
+  // What `find(key, holes)` says of each key; an answer that is false is believed only between two moves.
+  template <class Answer, class Find>
+  void find_all(const Digest* keys, std::size_t count, Answer* answers, Find&& find) const {
+    constexpr std::size_t kAhead = 16;
+    const u64 before = moves();
+    bool missed = false;
+    for (std::size_t i = 0; i < count; i++) {
+      if (i + kAhead < count) prefetch_home(keys[i + kAhead]);
+      answers[i] = find(keys[i], before % 2);
+      missed |= answers[i] == Answer{};
+    }
+    if (!missed || have_not_moved_since(before)) return;
+    for (std::size_t i = 0; i < count; i++)
+      if (answers[i] == Answer{}) answers[i] = find_between_moves<Answer>(keys[i], find);
+  }
+
   // One key, until nothing has moved while we looked. Whoever is overtaken every time calls it a miss.
-  bool probe_between_moves(const Digest& digest) const {
+  template <class Answer, class Find>
+  Answer find_between_moves(const Digest& digest, Find& find) const {
     for (int tries = 0; tries < 64; tries++) {
       const u64 before = moves();
-      if (probe(digest, before % 2)) return true;
-      if (have_not_moved_since(before)) return false;
+      if (const Answer answer = find(digest, before % 2); answer != Answer{}) return answer;
+      if (have_not_moved_since(before)) return Answer{};
     }
-    return false;
+    return Answer{};
   }
 
   // Looks past `holes` empty entries.
-  bool probe(const Digest& digest, u64 holes) const {
+  KeyState probe(const Digest& digest, u64 holes) const {
     u64 at = home(digest);
     for (u64 steps = 0; steps < longest_; steps++, at = at + 1 == size_ ? 0 : at + 1) {
       IndexEntry& entry = segment_.entry(at);
       for (int tries = 0; tries < 16; tries++) {
         u64 ref = entry.ref.load(std::memory_order_acquire);
         if (ref == 0) {
-          if (holes == 0) return false;
+          if (holes == 0) return KeyState::absent;
           holes--;
           break;
         }
@@ -156,11 +171,12 @@ class Index {
         if (entry.ref.load(std::memory_order_relaxed) != ref) continue;
         if (low != digest.low || high != digest.high) break;
         u32 ns = u32(aux >> 32);
-        return (ref & 1) && ns < kNamespaceLimit &&
-               segment_.ns(ns).epoch.load(std::memory_order_relaxed) == u32(aux);
+        if (ns >= kNamespaceLimit || segment_.ns(ns).epoch.load(std::memory_order_relaxed) != u32(aux))
+          return KeyState::absent;
+        return ref & 1 ? KeyState::published : KeyState::reserved;
       }
     }
-    return false;
+    return KeyState::absent;
   }
 
   Segment& segment_;

@@ -54,6 +54,14 @@ void Pool::lookup(std::span<const Digest> keys, bool* hits) const {
     Index(*s).lookup(keys.data(), keys.size(), hits);
 }
 
+void Pool::states(std::span<const Digest> keys, KeyState* states) const {
+  auto s = segment();
+  if (s->is_destroyed())
+    std::fill(states, states + keys.size(), KeyState::absent);
+  else
+    Index(*s).states(keys.data(), keys.size(), states);
+}
+
 std::size_t Pool::match(const std::vector<std::string_view>& hashes, std::string_view prefix) const {
   constexpr std::size_t kMostAhead = 512;
   auto s = segment();

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "pool/hazard.hpp"
+#include "pool/index.hpp"
 #include "pool/inspect.hpp"
 #include "pool/lock.hpp"
 #include "pool/resize.hpp"
@@ -57,6 +58,7 @@ class Pool {
 
   // Without the lock.
   void lookup(std::span<const Digest> keys, bool* hits) const;
+  void states(std::span<const Digest> keys, KeyState* states) const;
   // How many of prefix + hex(hash) are published before the first that isn't.
   std::size_t match(const std::vector<std::string_view>& hashes, std::string_view prefix) const;
   std::optional<u64> removed_since(u64 cursor,

@@ -207,7 +207,9 @@ struct Round {
       case 10:
         verb = "lookup";
         bool found[kKeys];
-        return pool.lookup(keys, found);
+        pool.lookup(keys, found);
+        KeyState states[kKeys];
+        return pool.states(keys, states);
       case 11: {
         verb = "removed_since";
         std::vector<Digest> removed;

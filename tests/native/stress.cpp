@@ -102,6 +102,8 @@ struct Work {
     bool found[kKeys];
     pool.lookup(keys, found);
     for (bool hit : found) hits += hit;
+    KeyState states[kKeys];
+    pool.states(keys, states);
     std::vector<Digest> removed;
     cursor = pool.removed_since(cursor, removed).value_or(pool.removed_head());
   }

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from umbp.pool import Outcome, Pool
+from umbp.pool import KeyState, Outcome, Pool
 from umbp.pool.pool import NotePhase
 
 KEYS = [f"k{i}" for i in range(14)]
@@ -174,6 +174,8 @@ class PoolAgainstDict(RuleBasedStateMachine):
     def agrees(self) -> None:
         self.pool.audit()
         assert self.pool.lookup(KEYS).tolist() == [k in self.stored for k in KEYS]
+        published = self.pool.states(KEYS) == KeyState.PUBLISHED
+        assert published.tolist() == [k in self.stored for k in KEYS]
         for ticket in set(self.pins.tickets):
             assert read_payload(self.pool, ticket) == self.pins.content[ticket]
         assert self.pool.stats()["objects"] == len(self.stored)

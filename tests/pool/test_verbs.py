@@ -11,7 +11,7 @@ import pytest
 from actors import OBJECT_BYTES, pattern, read_payload, store
 
 from umbp.errors import ConfigError, SegmentError
-from umbp.pool import Outcome, Pool
+from umbp.pool import KeyState, Outcome, Pool
 
 MakePool = Callable[..., Pool]
 
@@ -27,6 +27,23 @@ def test_a_key_is_a_miss_until_it_is_published(make_pool: MakePool) -> None:
     assert pool.publish(tickets).tolist() == [Outcome.PUBLISHED]
     assert pool.lookup(["k"]).tolist() == [True]
     assert pool.reserve(ns, ["k"], OBJECT_BYTES)[1].tolist() == [Outcome.EXISTS]
+    pool.audit()
+
+
+def test_a_key_that_is_being_written_is_told_from_one_that_is_not_there(make_pool: MakePool) -> None:
+    pool = make_pool()
+    ns = pool.namespace("a")
+    tickets, _ = pool.reserve(ns, ["a", "b", "c"], OBJECT_BYTES)
+    pool.publish(tickets[:1])
+    keys = ["a", "b", "c", "d"]
+    written, absent = KeyState.RESERVED, KeyState.ABSENT
+    assert pool.states(keys).tolist() == [KeyState.PUBLISHED, written, written, absent]
+    pool.abandon(tickets[2:])
+    assert pool.states(keys).tolist() == [KeyState.PUBLISHED, written, absent, absent]
+    pool.clear(ns)
+    assert pool.states(keys).tolist() == [absent] * 4
+    assert pool.publish(tickets[1:2]).tolist() == [Outcome.STALE]
+    assert pool.states([]).tolist() == []
     pool.audit()
 
 

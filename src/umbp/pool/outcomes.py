@@ -32,6 +32,15 @@ class Outcome(IntEnum):
     TOUCHED = 15
 
 
+class KeyState(IntEnum):
+    """What a lookup finds of a key. Arrays of states are uint8 with these values."""
+
+    ABSENT = 0
+    RESERVED = 1
+    """Being written, by this or another process."""
+    PUBLISHED = 2
+
+
 class CopyStatus(IntEnum):
     """What became of one object's copy."""
 

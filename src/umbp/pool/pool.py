@@ -296,6 +296,10 @@ class Pool:
         """The same for the keys `prefix + hash.hex()`, which are never built."""
         return self.native.lookup_raw(prefix, hashes)
 
+    def states(self, keys: Sequence[str]) -> npt.NDArray[np.uint8]:
+        """What is known of each key, as `KeyState`; like `lookup` in all else."""
+        return self.native.states(keys)
+
     def match(self, prefix: str, hashes: Sequence[bytes]) -> int:
         """How many keys `prefix + hash.hex()` are published before the first that isn't."""
         return self.native.match(prefix, hashes)

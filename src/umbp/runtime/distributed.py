@@ -47,6 +47,7 @@ class DistributedRuntime:
         hold=True,
         lookup_raw=True,
         presence=True,
+        lookup_states=True,
         note=True,
         evicted_keys=True,
         watch=True,

@@ -35,6 +35,7 @@ class EmbeddedRuntime:
         hold=True,
         lookup_raw=True,
         presence=True,
+        lookup_states=True,
         note=True,
         evicted_keys=True,
         watch=True,

@@ -6,17 +6,24 @@ core's one thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from umbp.data import BlockIdentityCodec, Rank, RankTopology, UMBPNamespace
-from umbp.pool import Outcome, Pool
+from umbp.pool import KeyState, Outcome, Pool
 from umbp.pool.pool import Tickets
-from umbp.runtime.base import HandshakeExtra, NotePhase
+from umbp.runtime.base import HandshakeExtra, LookupState, NotePhase
 from umbp.runtime.removed_keys import RemovedKeys
+
+
+_STATES = {
+    KeyState.ABSENT: LookupState.MISS,
+    KeyState.RESERVED: LookupState.PENDING,
+    KeyState.PUBLISHED: LookupState.HIT,
+}
 
 
 class PoolBinding(Protocol):
@@ -79,21 +86,28 @@ class PoolSchedulerHandle:
         self._binding.bind(extras)
 
     def lookup(self, keys: Sequence[str]) -> Sequence[bool]:
-        hits = [False] * len(keys)
+        hits = np.zeros(len(keys), dtype=np.bool_)
+        for pool, rows, names in self._by_pool(keys):
+            hits[rows] = pool.lookup(names)
+        answer: list[bool] = hits.tolist()
+        return answer
+
+    def lookup_states(self, keys: Sequence[str]) -> Sequence[LookupState]:
+        states = np.full(len(keys), KeyState.ABSENT, dtype=np.uint8)
+        for pool, rows, names in self._by_pool(keys):
+            states[rows] = pool.states(names)
+        return [_STATES[KeyState(state)] for state in states.tolist()]
+
+    def _by_pool(self, keys: Sequence[str]) -> Iterator[tuple[Pool, list[int], list[str]]]:
+        """Each pool with the rows of the keys that are kept there, and their names there."""
+        rows: dict[Rank, list[int]] = {}
         names: dict[Rank, list[str]] = {}
-        positions: dict[Rank, list[int]] = {}
-        for position, key in enumerate(keys):
-            found = self._name_of(key)
-            if found is not None:
+        for row, key in enumerate(keys):
+            if (found := self._name_of(key)) is not None:
+                rows.setdefault(found[0], []).append(row)
                 names.setdefault(found[0], []).append(found[1])
-                positions.setdefault(found[0], []).append(position)
         pools = self._binding.pools()
-        for rank, places in positions.items():
-            if rank not in pools:
-                continue
-            for position, hit in zip(places, pools[rank].lookup(names[rank]), strict=True):
-                hits[position] = bool(hit)
-        return hits
+        return ((pools[rank], rows[rank], names[rank]) for rank in rows if rank in pools)
 
     def lookup_raw(self, group_id: int, block_hashes: Sequence[bytes]) -> int:
         return self._match(self._binding.pools(), group_id, block_hashes)

@@ -58,6 +58,7 @@ class StandaloneRuntime:
         hold=True,
         lookup_raw=True,
         presence=True,
+        lookup_states=True,
         note=True,
         evicted_keys=True,
         watch=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from umbp.data import BlockIdentityCodec, Rank, RankTopology, UMBPNamespace
-from umbp.runtime.base import Wanted
+from umbp.runtime.base import LookupState, Wanted
 from umbp.runtime.far.counts import FarCounts
 from umbp.runtime.far.lookup import FarLookups
 from umbp.runtime.pool_scheduler import PoolBinding, PoolSchedulerHandle
@@ -80,6 +80,24 @@ class DistributedSchedulerHandle(PoolSchedulerHandle):
             for position, hit in zip(names, self._lookups.ask_now(list(names.values())), strict=True):
                 hits[position] = hit
         return hits
+
+    def lookup_states(self, keys: Sequence[str]) -> Sequence[LookupState]:
+        states = list(super().lookup_states(keys))
+        for row, state in enumerate(states):
+            if state is LookupState.MISS and self._is_far(keys[row]):
+                states[row] = LookupState.HIT
+        return states
+
+    def _is_far(self, key: str) -> bool:
+        """Whether the store was found to have it, lately."""
+        if (found := self._name_of(key)) is None or not self._binding.pools():
+            return False
+        prefix, _, name = found[1].rpartition(":")
+        try:
+            group_id, block_hash = int(prefix.rpartition(":g")[2]), bytes.fromhex(name)
+        except ValueError:
+            return False
+        return bool(self._lookups.knows(found[0], group_id, [block_hash])[0])
 
     def clear(self) -> bool:
         # The pools once more at the end: what is fetched between the two would be old.

@@ -155,14 +155,37 @@ class ExtrasContract(ContractSupport):
         chain, (rank,) = hashes(4), rig.ranks
         there = self.put(rig, chain[:2])
         job = self.finished(rank, rank.worker.store(rank.store_plans("batch", chain[2:3], [2])))
-        keys = rank.keys(chain)
+        keys = [*rank.keys(chain), "another's", ""]
         states = list(asker.lookup_states(keys))
-        assert len(states) == 4
+        assert len(states) == 6
         assert {key for key, s in zip(keys, states, strict=True) if s is LookupState.HIT} <= there
         assert states[2] is (LookupState.PENDING if job.completed_keys else LookupState.MISS)
-        assert states[3] is LookupState.MISS
+        assert states[3:] == [LookupState.MISS] * 3
+        assert list(asker.lookup_states([])) == []
         if not self.may_fail and not self.stores_nothing:
             assert states[:2] == [LookupState.HIT] * 2
+
+    def test_what_is_written_is_pending_until_it_is_published_or_given_up(self, rig: Rig) -> None:
+        self.needs_certainty()
+        self.needs(rig, "lookup_states")
+        asker = cast(base.SupportsLookupStates, rig.scheduler)
+        chain, (rank,) = hashes(3), rig.ranks
+        keys = rank.keys(chain)
+        job = self.finished(rank, rank.worker.store(rank.store_plans("batch", chain[:2], [0, 1])))
+        pending, miss = LookupState.PENDING, LookupState.MISS
+        assert list(asker.lookup_states(keys)) == [pending, pending, miss]
+        self.published(rank, job)
+        assert list(asker.lookup_states(keys)) == [LookupState.HIT, LookupState.HIT, miss]
+        late = self.finished(rank, rank.worker.store(rank.store_plans("batch", chain[2:], [2])))
+        assert asker.lookup_states(keys)[2] is pending
+        assert rig.scheduler.clear()
+        assert list(asker.lookup_states(keys)) == [miss] * 3, "what a clear has taken can't be published"
+        rank.worker.publish(late)
+        given_up = self.finished(rank, rank.worker.store(rank.store_plans("batch", chain[:1], [0])))
+        assert asker.lookup_states(keys)[0] is pending
+        rank.worker.close()
+        assert list(asker.lookup_states(keys)) == [miss] * 3
+        assert not given_up.failed_keys
 
     def test_a_note_changes_nothing_that_can_be_seen(self, rig: Rig) -> None:
         self.needs(rig, "note")
