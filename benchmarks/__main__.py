@@ -16,6 +16,7 @@ BENCHMARKS: dict[str, Callable[[bool], int]] = {
     "pool": node_pool.verbs,
     "side_by_side": side_by_side.run,
     "short_hits": short_hits.run,
+    "store": node_pool.stores,
 }
 """Name -> what runs it, small or not; it returns the exit code."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from umbp.cli.bench import copy, lookup, pool
+from umbp.cli.bench import copy, lookup, pool, store
 from umbp.cli.bench.report import Report
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -42,6 +42,16 @@ def verbs(is_small: bool) -> int:
     """What storing and reading cost an object."""
     sizes = (5_000, 10_000) if is_small else (10_000, 1_000_000)
     return _tell("pool", pool.measure(sizes, rounds=SMALL_ROUNDS if is_small else ROUNDS), is_small)
+
+
+def stores(is_small: bool) -> int:
+    """Objects into a cluster store and back, against its own client; a sentence where there is none."""
+    found = store.measure(
+        store.SMALL_SHAPES if is_small else store.SHAPES,
+        keys=store.SMALL_KEYS if is_small else store.KEYS,
+        rounds=SMALL_ROUNDS if is_small else ROUNDS,
+    )
+    return _tell("store", found, is_small or not found.results)
 
 
 def _tell(name: str, report: Report, is_small: bool) -> int:

@@ -100,6 +100,40 @@ def test_another_store_is_measured_where_it_is_installed(name: str) -> None:
     assert any("mooncake" in (row.get("system"), str(row.get("case")).split("_")[0]) for row in rows)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["mooncake", "redis"])
+def test_a_cluster_store_is_measured_beside_its_own_client_and_asked_once_a_batch(store: str) -> None:
+    from umbp.cli.bench.store_clients import why_not
+
+    if missing := why_not(store):
+        pytest.skip(missing)
+    rows = results("store", "--small", "--store", store)
+    moved = [row for row in rows if "gib_per_s" in row]
+    ways = [*("put", "get"), *(("put_ranges", "get_ranges") if store == "mooncake" else ())]
+    assert [(row["op"], row["objects"], row["object_bytes"]) for row in moved] == [
+        *((op, 32, 2 << 20) for op in ways),
+        *((op, 256, 64 << 10) for op in ways),
+    ]
+    for row in moved:
+        assert isinstance(row["ratio_to_bare_client"], float)
+        assert row["ratio_to_bare_client"] > 0
+    asked = [(row["op"], row["objects"], row["round_trips"]) for row in rows if row not in moved]
+    assert asked == [
+        *(("lookup", 1, 1), ("near_lookup", 1, 0)),
+        *(("lookup", 256, 1), ("near_lookup", 256, 0)),
+    ]
+
+
+def test_a_cluster_store_that_can_not_run_here_is_a_sentence() -> None:
+    code = "import umbp.testing.stores.servers as s; s.why_no_mooncake = lambda: 'pip install it'; " + ENTRY
+    command = [sys.executable, "-c", code, "bench", "store", "--small", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["results"] == []
+    assert any("pip install it" in note for note in report["notes"])
+
+
 @pytest.mark.engine
 @pytest.mark.slow
 def test_an_engine_without_the_connector_is_measured_beside_one_of_each_policy() -> None:
@@ -139,6 +173,7 @@ def test_the_table_keeps_its_columns_in_a_narrow_terminal() -> None:
         (("copy", "--objects", "0"), "--objects"),
         (("copy", "--objects", "1000000", "--ranges", "100", "--range-bytes", "1000000"), "doesn't fit"),
         (("engine", "--policy", "sometimes"), "--policy"),
+        (("store", "--objects", "3"), "go together"),
         (("nothing",), "nothing"),
     ],
 )

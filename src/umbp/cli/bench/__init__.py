@@ -22,6 +22,9 @@ _SUBCOMMANDS = {
     "pool": Subcommand(
         "umbp.cli.bench.pool", "command", "What storing and reading cost an object, in small and large pools."
     ),
+    "store": Subcommand(
+        "umbp.cli.bench.store", "command", "Objects into a cluster store and back, against its own client."
+    ),
 }
 
 
