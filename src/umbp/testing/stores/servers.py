@@ -143,6 +143,38 @@ class MortalMooncake:
 
 
 @dataclass(slots=True)
+class MooncakeCluster:
+    """A master and two storage nodes of a test's own, each of which dies, is stopped and comes back."""
+
+    folder: Path
+    node_bytes: int
+    nodes: list[Server] = field(default_factory=list)
+    master: Server = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.master = start_master(self.folder / "master.log")
+        while len(self.nodes) < 2:
+            self.add_node()
+
+    @property
+    def address(self) -> str:
+        """Where the master listens, whenever it lives."""
+        return self.master.address
+
+    def add_node(self) -> None:
+        log = self.folder / f"node{len(self.nodes)}.log"
+        self.nodes.append(start_node(self.address, self.node_bytes, log))
+
+    def revive_master(self) -> None:
+        """At the same place, and empty."""
+        self.master = start_master(self.folder / "master.log", _port_of(self.master))
+
+    def end(self) -> None:
+        for each in (*self.nodes, self.master):
+            each.kill()
+
+
+@dataclass(slots=True)
 class MortalRedis:
     """A Redis of a test's own, which dies and comes back. A `MortalStore`."""
 
