@@ -2,8 +2,8 @@
 as the engine's own prefix cache would have had, and answered as if it had been computed.
 
 The first computation of a prompt ends a step where its last hash does, so what comes after is computed in the
-same piece both times, and every bit is comparable. (vLLM's own hits in a prompt of less than a block give other
-bits than either, also without a connector.)
+same piece both times, and every bit is comparable. (vLLM's own hits in a prompt of less than a block give
+other bits than either, also without a connector.)
 """
 
 from __future__ import annotations
