@@ -203,7 +203,9 @@ class PoolSchedulerHandle:
             self._held.setdefault(request_id, []).extend(
                 (pool, _given(tickets[:count])) for pool, tickets in taken
             )
-            lacking = np.any([tickets[:count] == 0 for _, tickets in taken], axis=0)
+            lacking = np.zeros(count, dtype=np.bool_)
+            for _, tickets in taken if self.beyond is not None else ():
+                lacking |= tickets[:count] == 0
             if lacking.any():
                 by_group = self._to_fetch.setdefault(request_id, {})
                 by_group[group_id] = by_group.get(group_id, 0) + int(lacking.sum())
