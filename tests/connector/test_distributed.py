@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 from scripted import BLOCK, ScriptedEngine, Shape, tokens
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.request import Request
 
 from umbp.data import KVLayoutDescriptor, RankTopology, UMBPNamespace
 from umbp.options import Options, parse_options
@@ -279,3 +282,91 @@ def test_a_shared_pool_that_is_made_anew_takes_the_place_of_the_old_one(
     (new,) = (store.registered for store in cluster.stores if store.registered)
     assert new
     assert not set(new) & set(old)
+
+
+def in_pools(engine: ScriptedEngine, request: Request) -> list[bool]:
+    """Which of a request's blocks every rank's pool has, whatever the store has."""
+    (stage,) = engine.connector.scheduler_side._pool._stages
+    handle: Any = stage.handle
+    return list(handle._present_here(handle._binding.pools(), 0, request.block_hashes))
+
+
+def told(engine: ScriptedEngine, request: Request) -> list[bool]:
+    """Which of them the events, replayed into a set, say are there."""
+    events = engine.events.stored
+    return [(0, maybe_convert_block_hash(block)) in events for block in request.block_hashes]
+
+
+@RANKS
+def test_what_was_fetched_is_told_as_stored_with_its_tokens_when_it_has_come(
+    start: Start, cluster: MemoryCluster, ranks: int
+) -> None:
+    first, node = start(ranks=ranks, tells_events=True)
+    first.run(tokens(PROMPT))
+    node.flush()
+    second, _ = start(ranks=ranks, tells_events=True)
+    request = second.add(tokens(PROMPT), 1)
+    while not cluster_gets(cluster):
+        assert not any(told(second, request)), "what is in the store alone is not told"
+        second.step()
+    second.drain()
+    second.step()
+    assert second.restored_tokens() == 10 * BLOCK
+    assert told(second, request) == in_pools(second, request) == [True] * 10
+    (event,) = second.events.events
+    assert isinstance(event, BlockStored)
+    assert event.token_ids == tokens(PROMPT)[: 10 * BLOCK]
+    assert event.medium == "CPU"
+
+
+def cluster_gets(cluster: MemoryCluster) -> int:
+    return sum(store.calls.count("get") for store in cluster.stores)
+
+
+def test_what_was_fetched_and_evicted_again_is_told_as_removed(start: Start, cluster: MemoryCluster) -> None:
+    first, node = start()
+    for seed in range(4):
+        first.run(tokens(PROMPT, seed=seed))
+    node.flush()
+    second, _ = start({"capacity_bytes": 14 * 4096}, tells_events=True)
+    requests = []
+    for seed in (0, 1, 2, 3, 0, 2):
+        requests.append(second.run(tokens(PROMPT, seed=seed)))
+        second.drain()
+        second.step()
+        for request in requests:
+            assert told(second, request) == in_pools(second, request)
+        second.forget_prefixes()
+    assert cluster_gets(cluster)
+    assert any(isinstance(event, BlockRemoved) for event in second.events.events)
+    assert second.change_weights()
+    second.step()
+    assert not any(any(told(second, request)) for request in requests)
+
+
+def test_an_object_that_one_rank_cannot_fetch_is_not_told(start: Start, cluster: MemoryCluster) -> None:
+    first, node = start(ranks=2)
+    first.run(tokens(PROMPT))
+    node.flush()
+    cluster.damage(list(cluster.objects)[-1])
+    second, _ = start(ranks=2, tells_events=True)
+    request = second.add(tokens(PROMPT), 1)
+    second.drain()
+    second.step()
+    assert told(second, request) == in_pools(second, request)
+
+
+def test_what_was_fetched_for_a_request_that_has_gone_is_told(start: Start, cluster: MemoryCluster) -> None:
+    first, node = start()
+    first.run(tokens(PROMPT))
+    node.flush()
+    second, _ = start(tells_events=True)
+    cluster.hang("get")
+    request = second.add(tokens(PROMPT), 1)
+    while not cluster_gets(cluster):
+        second.step()
+    second.abort(request.request_id)
+    cluster.go_on()
+    second.drain()
+    second.step()
+    assert told(second, request) == in_pools(second, request) == [True] * 10

@@ -407,6 +407,8 @@ class SchedulerSide:
             # What a reset has taken from a load will be stored anew, and be good.
             for one in result.failed_objects:
                 self._quarantine.add(one)
+        if self._events is not None:
+            self._events.load_ended(entry)
         failed_tokens = self._counts.load_ended(entry, result, reason)
         if not failed_tokens and self._load_async:
             others = (entry.others + len(self._loads)) / 2

@@ -1,9 +1,10 @@
 """KV events: which blocks can be loaded from the pool, told to whoever routes requests by it.
 
-A block is told as stored once every rank has it, be it this engine that stored it or another whose block a
-lookup has found; and as removed once some rank has lost it, to whomever. Replayed into a set, the events are
-what is there, as far as this engine knows of it. Scheduler thread only; where events are off, nothing of this
-module is made.
+A block is told as stored once every rank's pool has it, be it this engine that stored it, another whose block
+a lookup has found, or a store beyond that it was fetched from; and as removed once some rank has lost it, to
+whomever. Replayed into a set, the events are what is there, as far as this engine knows of it. What a store
+has and the pools lack is not told: stores forget without telling. Scheduler thread only; where events are
+off, nothing of this module is made.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from umbp.connector import compat
 from umbp.connector.compat import GroupLabel
 from umbp.connector.groups import CacheGroup, CacheShape
-from umbp.connector.scheduler.account import StoreEntry
+from umbp.connector.scheduler.account import LoadEntry, StoreEntry
 from umbp.connector.scheduler.block_book import BlockBook, Place
 from umbp.connector.scheduler.pool_view import PoolView
 from umbp.data import BlockStoreBatch
@@ -77,6 +78,14 @@ class KVEvents:
                 stored.setdefault(group_id, []).append((block_hash, place))
         for group_id, blocks in stored.items():
             self._tell(group_id, blocks)
+
+    def load_ended(self, entry: LoadEntry) -> None:
+        """What had to be fetched for it is in the pool now, unless it failed, or has gone again."""
+        fetched: dict[int, list[bytes]] = {}
+        for group_id, block_hash in entry.objects:
+            fetched.setdefault(group_id, []).append(block_hash)
+        for group_id, hashes in fetched.items():
+            self.found(group_id, hashes)
 
     def take(self) -> list[KVCacheEvent]:
         """What has happened since the last call, in an order that can be replayed."""
