@@ -17,6 +17,7 @@ _SUBCOMMANDS = {
     "doctor": Subcommand("umbp.cli.doctor", "doctor", "What this machine offers, and whether all is well."),
     "pool": Subcommand("umbp.cli.pool", "pool", "The pools that the engines of this node share."),
     "replay": Subcommand("umbp.cli.replay", "replay", "How large a pool pays, from a trace of requests."),
+    "store": Subcommand("umbp.cli.store", "store", "What a cluster store needs beside the engines."),
 }
 
 

@@ -12,14 +12,22 @@ import click
 from umbp.cli import checks
 from umbp.cli.checks import Check
 from umbp.options import Options
+from umbp.store.mooncake_master import METRICS_PORT
 
 _COLOURS = {"ok": "green", "note": "yellow", "bad": "red"}
 
 
 @click.command()
 @click.argument("kv_transfer_config", required=False)
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(1, 65535),
+    default=METRICS_PORT,
+    show_default=True,
+    help="Where a Mooncake master tells its figures.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
-def doctor(kv_transfer_config: str | None, as_json: bool) -> None:
+def doctor(kv_transfer_config: str | None, metrics_port: int, as_json: bool) -> None:
     """Looks at this machine, this installation and, if given, a KV_TRANSFER_CONFIG.
 
     KV_TRANSFER_CONFIG is the JSON that `vllm serve --kv-transfer-config` takes, or a file with it.
@@ -39,16 +47,24 @@ def doctor(kv_transfer_config: str | None, as_json: bool) -> None:
     if config is not None:
         more, options = checks.check_transfer_config(config)
         found.extend(more)
-    if options is not None and options.mode == "standalone":
+    if options is not None and options.pool is not None:
         found.extend(checks.check_shared_pool(options))
     else:
         found.extend(checks.check_memory(options))
+    if options is not None and options.mode == "distributed" and not _is_bad(found, "options"):
+        from umbp.cli.store_checks import check_store
+
+        found.extend(check_store(options, metrics_port))
     if not as_json and checks.installed_vllm() is not None:
         click.echo("Importing vLLM, which takes a while ...", err=True)
     found.extend(checks.check_vllm())
     is_well = all(check.state != "bad" for check in found)
     click.echo(_as_json(found, options, is_well) if as_json else _as_table(found, options, is_well))
     sys.exit(0 if is_well else 1)
+
+
+def _is_bad(found: list[Check], name: str) -> bool:
+    return any(check.name == name and check.state == "bad" for check in found)
 
 
 def _as_json(found: list[Check], options: Options | None, is_well: bool) -> str:

@@ -26,6 +26,9 @@ from umbp.store.settings import setting
 DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 MODULE = "mooncake.store"
 
+TRIED_WITH = "0.3.13"
+"""The version that what is said of Mooncake was measured on."""
+
 PROBE_KEY = "umbp:probe"
 """Nobody puts it; asking for it takes the way over the network that every question takes."""
 
@@ -208,5 +211,5 @@ def own_address(master: str) -> str:
 def package() -> dict[str, str]:
     for each in DISTRIBUTIONS:
         with contextlib.suppress(PackageNotFoundError):
-            return {"package": f"{each} {version(each)}"}
+            return {"package": each, "version": version(each), "tried with": TRIED_WITH}
     return {}

@@ -30,6 +30,9 @@ from umbp.store.settings import read_settings, setting
 
 NAME = "redis"
 
+TRIED_WITH = "6.2"
+"""The server's version that the tests run."""
+
 TRAITS = StoreTraits(
     name=NAME,
     # A pipeline of so many questions takes some 20 ms, most of them the client's.
@@ -187,8 +190,10 @@ class RedisStore:
         return answer is True
 
     def describe(self) -> Mapping[str, str]:
-        (info,) = self._ask(1, lambda pipe: pipe.info())
-        told = {"server": self._place()}
+        info, now = self._ask(2, lambda pipe: (pipe.info(), pipe.time()))
+        told = {"server": self._place(), "tried with": TRIED_WITH}
+        if isinstance(now, tuple):
+            told["clock"] = f"{now[0]}.{now[1]:06}"
         if isinstance(info, Mapping):
             for name, field in _TOLD.items():
                 if field in info:
