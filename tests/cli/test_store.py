@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -152,8 +153,8 @@ class TestMemoryOfACluster:
 
     def test_rdma_needs_memory_that_may_be_locked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         options = configured("mooncake", master="h:1", protocol="rdma")
-        for limit, state in ((8 << 20, "bad"), (8 << 30, "ok"), (store_checks.resource.RLIM_INFINITY, "ok")):
-            monkeypatch.setattr(store_checks.resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        for limit, state in ((8 << 20, "bad"), (8 << 30, "ok"), (resource.RLIM_INFINITY, "ok")):
+            monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
             (check,) = store_checks.check_locked_memory(options)
             assert check.state == state
         assert not list(store_checks.check_locked_memory(configured("mooncake", master="h:1")))

@@ -13,4 +13,6 @@ _SUBCOMMANDS = {
 
 @click.group(cls=LazyGroup, subcommands=_SUBCOMMANDS)
 def store() -> None:
-    """The cluster store behind engines in mode distributed."""
+    """The cluster store behind engines in mode distributed. Each subcommand prints text, or one JSON object
+    with --json.
+    """
