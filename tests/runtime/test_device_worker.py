@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from late_device import LateCopies, LateDevice
+from replaced_pools import ReplacedPools
 
 from umbp.data import (
     BlockIdentityCodec,
@@ -19,10 +20,8 @@ from umbp.data import (
     UMBPNamespace,
 )
 from umbp.options import parse_options
-from umbp.pool import Pool
-from umbp.runtime.base import HandshakeExtra, IUMBPRuntime
+from umbp.runtime.base import IUMBPRuntime
 from umbp.runtime.embedded import EmbeddedRuntime, OwnPool
-from umbp.runtime.moves import GroupRuns
 from umbp.runtime.pool_worker import PoolWorkerHandle
 from umbp.testing.contract import RuntimeContract
 from umbp.testing.tensors import FakeTensor
@@ -72,31 +71,6 @@ class TestDeviceRuntime(RuntimeContract):
     @pytest.fixture
     def scheduler_runtime(self) -> IUMBPRuntime:
         return EmbeddedRuntime(OPTIONS)
-
-
-class ReplacedPools:
-    """A keeper whose pool is another one whenever a test says so."""
-
-    def __init__(self) -> None:
-        self.pool = self._make()
-
-    def open(self, groups: GroupRuns) -> None:
-        pass
-
-    def current(self) -> tuple[Pool, int] | None:
-        return self.pool, self.pool.namespace("n")
-
-    def handshake_extra(self) -> HandshakeExtra:
-        return {}
-
-    def replace(self) -> None:
-        self.pool = self._make()
-
-    def close(self) -> None:
-        self.pool.close()
-
-    def _make(self) -> Pool:
-        return Pool.create_memfd(1 << 20, slab_bytes=1 << 16, min_object_bytes=4096)
 
 
 def test_what_is_pinned_is_the_pool_in_use() -> None:

@@ -10,6 +10,7 @@ the new one.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -134,6 +135,8 @@ class PoolWorkerHandle:
         self._storer = Lane("umbp-store", _use_free_cores)
         self._far = far
         self._far_loads = None if far is None else FarLoads(far, self._loader)
+        self._leaving: list[threading.Thread] = []
+        """Each of them leaves a pool that was replaced."""
         self._notes: weakref.WeakKeyDictionary[TransferJobState, _Note] = weakref.WeakKeyDictionary()
         self._evicted = dict.fromkeys(_EVICTIONS, 0)
         self._evicted_before = dict.fromkeys(_EVICTIONS, 0)
@@ -234,6 +237,8 @@ class PoolWorkerHandle:
         if self._far_loads is not None:
             self._loader.finish_all()
             self._far_loads.close()
+        for thread in self._leaving:
+            thread.join()
         self._loader.close()
         self._storer.close()
         if self._mover is not None:
@@ -272,7 +277,7 @@ class PoolWorkerHandle:
             future = self._loader.start(turns)
         elif direction == "load":
             future = Future()
-            self._loader.start(self._load_in_turns(job, self._groups, mover, future))
+            self._loader.start(self._load_in_turns(job, self._groups, mover, mover.fence(), future))
         else:
             store = partial(_store, mover, mover.fence(), stored)
             # Whoever forgets a store without publishing it must not keep its slots.
@@ -318,10 +323,21 @@ class PoolWorkerHandle:
             engine.leave(mover.pool)
             if self._far is None:
                 mover.pool.close()
-            else:
-                self._far.leave(mover.pool, mover.pool.close)
 
-        self._storer.start(leave())
+        def leave_far(far: FarSide) -> None:
+            for job in loads + stores:
+                job.result()
+            self._storer.start(leave()).result()
+            far.leave(mover.pool, mover.pool.close)
+
+        if self._far is None:
+            self._storer.start(leave())
+            return
+        # No store waits behind what is fetched late, or behind a store that hangs.
+        self._leaving = [thread for thread in self._leaving if thread.is_alive()]
+        thread = threading.Thread(target=leave_far, args=(self._far,), name="umbp-leave", daemon=True)
+        self._leaving.append(thread)
+        thread.start()
 
     def _in_turns(
         self,
@@ -347,12 +363,17 @@ class PoolWorkerHandle:
         settle(job, moves, error)
 
     def _load_in_turns(
-        self, job: TransferJobState, groups: GroupRuns, mover: ObjectMover, done: Future[None]
+        self,
+        job: TransferJobState,
+        groups: GroupRuns,
+        mover: ObjectMover,
+        fence: object,
+        done: Future[None],
     ) -> Iterator[None]:
         """A load that goes on beyond the pool with what that lacks."""
         assert self._far is not None
         assert self._far_loads is not None
-        fence, deadline_s = mover.fence(), self._far.deadline_s()
+        deadline_s = self._far.deadline_s()
         moves: list[Moved] = []
         missing: list[Missing] = []
         error = None

@@ -101,22 +101,26 @@ class StoreKeeper:
             self._clock.wait(self._changed, until_s)
 
     def register(self, memory: Memory, timeout_s: float) -> None:
-        """Remember memory, and tell the store that is usable of it, if any; see the gate."""
+        """Remember memory, and tell the store that is usable of it, if any; see the gate. The store has its
+        own time for it, however short the caller's is.
+        """
         if memory not in self._memory:
             self._memory.append(memory)
         until_s = self._clock() + timeout_s
-        has_asked = False
+        has_asked = is_late = False
         while (connection := self.usable()) is not None and memory not in connection.registered:
             if memory not in self._memory:
                 raise StoreError(f"the store {self.name!r} refuses memory: {self._refusal}")
             if self._clock() >= until_s:
+                is_late = True
                 break
             if connection.task is None:
-                connection.ask(self._attempt_to_register, until_s)
+                most_s = max(until_s, self._clock() + self._limits.open_timeout_s)
+                connection.ask(self._attempt_to_register, most_s)
                 self._wake()
             has_asked = True
             self._clock.wait(self._changed, until_s)
-        if has_asked and self._clock() >= until_s:
+        if is_late or (has_asked and self._clock() >= until_s):
             raise StoreUnavailable(self.name, Why.SILENT)
 
     def forget(self, memory: Memory) -> None:

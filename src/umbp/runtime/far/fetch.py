@@ -44,6 +44,11 @@ class Brought:
     error: str | None = None
     """Why the last of the others isn't there, beginning with a `LossReason`."""
 
+    @classmethod
+    def nothing(cls, count: int, error: str) -> Brought:
+        """None of so many rows."""
+        return cls(np.zeros(count, dtype=np.uint64), np.zeros(count, dtype=np.bool_), error)
+
 
 class Fetcher:
     """Brings objects of one namespace into one pool. Threads may call it side by side, for the same names

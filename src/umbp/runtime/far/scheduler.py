@@ -19,16 +19,28 @@ LEAVE_S = 2.0
 
 
 class Clearing:
-    """Whether the namespace must be removed from the store before anything there may be believed again."""
+    """Whether the namespace must be removed from the store before anything there may be believed again. One
+    thread owes, any may pay.
+    """
 
     def __init__(self, namespace: UMBPNamespace) -> None:
         self._prefix = BlockIdentityCodec(namespace).namespace_prefix
-        self.is_owed = False
+        self._owed = 0
+        self._paid = 0
+
+    @property
+    def is_owed(self) -> bool:
+        return self._paid < self._owed
+
+    def owe(self) -> None:
+        """All that is there by now must go. A removal that has begun already does not count."""
+        self._owed += 1
 
     def __call__(self, store: ClusterStore) -> bool:
         """Remove it if that is owed; False if it is still owed. The gate asks before it lets anyone in."""
-        if self.is_owed and store.remove_prefix(self._prefix) is Outcome.DONE:
-            self.is_owed = False
+        owed = self._owed
+        if self._paid < owed and store.remove_prefix(self._prefix) is Outcome.DONE:
+            self._paid = max(self._paid, owed)
         return not self.is_owed
 
 
@@ -106,7 +118,7 @@ class DistributedSchedulerHandle(PoolSchedulerHandle):
         return all(cleared)
 
     def _clear_store(self) -> bool:
-        self._clearing.is_owed = True
+        self._clearing.owe()
         try:
             is_done = self._gate.call(self._clearing, CLEAR_TIMEOUT_S)
         except StoreUnavailable:

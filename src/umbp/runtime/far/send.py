@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -53,24 +54,34 @@ class Debts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._names: list[str] = []
+        self._names: dict[int, str] = {}
+        """By a number of its own: what was put again while it was being removed is owed again."""
+        self._numbers = itertools.count()
 
     def owe(self, names: Sequence[str]) -> None:
         """These were cleared away from the pool while they were being sent."""
         with self._lock:
-            self._names += names
+            self._names.update({next(self._numbers): name for name in names})
 
     def repay(self, store: ClusterStore) -> bool:
         """Remove them; False if they couldn't be."""
         with self._lock:
-            names = list(self._names)
+            owed = dict(self._names)
+        names = list(dict.fromkeys(owed.values()))
         most = store.traits.most_keys
         for first in range(0, len(names), most):
             if any(outcome is not base.Outcome.DONE for outcome in store.remove(names[first : first + most])):
                 return False
         with self._lock:
-            del self._names[: len(names)]
+            # Somebody else may have paid some of them meanwhile.
+            for number in owed:
+                self._names.pop(number, None)
         return True
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether something is still to be removed."""
+        return bool(self._names)
 
 
 class Sender:
@@ -103,7 +114,7 @@ class Sender:
         self._change = threading.Condition()
         self._parcels: deque[_Parcel] = deque()
         self._waiting = 0
-        self._is_sending = False
+        self._sending: Pool | None = None
         self._closes_at_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="umbp-send", daemon=True)
         self._thread.start()
@@ -124,9 +135,9 @@ class Sender:
                 self._change.notify_all()
         self._counts.add("dropped_send_objects", len(names) - len(taken), LossReason.FULL)
 
-    def forget(self, pool: Pool) -> None:
-        """Leave out what waits of a pool that is being left; returns when none of it is on its way, or has
-        been given up on.
+    def forget(self, pool: Pool) -> bool:
+        """Leave out what waits of a pool that is being left; whether none of it is on its way, as far as
+        somebody waits for it. False: after the time of one call something still is.
         """
         with self._change:
             kept = deque(parcel for parcel in self._parcels if parcel.pool is not pool)
@@ -134,8 +145,9 @@ class Sender:
             self._parcels = kept
             self._waiting -= gone
             self._change.notify_all()
-            self._change.wait_for(lambda: not self._is_sending, self._timeout_s)
+            has_ended = self._change.wait_for(lambda: self._sending is not pool, self._timeout_s)
         self._counts.add("dropped_send_objects", gone, LossReason.GONE)
+        return has_ended
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing waits; False if that took too long."""
@@ -168,7 +180,7 @@ class Sender:
                 self._counts.add("dropped_send_objects", len(parcel.names), LossReason.FAILED)
                 again = ()
             with self._change:
-                self._is_sending = False
+                self._sending = None
                 # Whoever ends doesn't wait for a store to have time.
                 is_given_up = parcel.tries + 1 >= MOST_TRIES or self._closes_at_s is not None
                 self._waiting -= len(parcel.names) - (0 if is_given_up else len(again))
@@ -190,8 +202,8 @@ class Sender:
             self._change.wait_for(lambda: self._parcels or self._closes_at_s is not None)
             if not self._parcels or self._is_over():
                 return None
-            self._is_sending = True
             first = self._parcels.popleft()
+            self._sending = first.pool
             most = self._traits.most_objects
             names = list(first.names)
             while len(names) < most and self._parcels and self._joins(self._parcels[0], first):
@@ -252,14 +264,29 @@ class Sender:
 
     def _settle(self, pool: Pool, names: Sequence[str], tickets: Tickets) -> None:
         """Give the slots back. What was cleared away while it was on its way must not stay in the store: held
-        objects can't be evicted, so one that can't be found any more was removed.
+        objects can't be evicted, so one that can't be found any more, or only as another of the same name,
+        was removed.
         """
         try:
-            is_there = pool.lookup(names)
+            found, _ = pool.acquire(names)
+            pool.release(found[found != 0])
+            is_there = found == tickets
             pool.release(tickets)
         except SegmentError:
             is_there = np.zeros(len(names), dtype=np.bool_)
         cleared = [name for name, is_good in zip(names, is_there.tolist(), strict=True) if not is_good]
         if cleared:
             self._debts.owe(cleared)
-            self._gate.start(self._debts.repay, REMOVE_TIMEOUT_S)
+            self._gate.start(self._repay, REMOVE_TIMEOUT_S, lambda _: self._insist())
+
+    def _repay(self, store: ClusterStore) -> bool:
+        is_done = self._debts.repay(store)
+        if not is_done:
+            # It must not be fetched: the gate tries again before it lets anyone in.
+            self._gate.report_broken()
+        return is_done
+
+    def _insist(self) -> None:
+        """Nobody had time for it."""
+        if self._debts.is_owed:
+            self._gate.report_broken()

@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from umbp.data import LossReason
 from umbp.pool import Pool
 from umbp.runtime.far.counts import FarCounts
 from umbp.runtime.far.fetch import Brought, Fetcher
 from umbp.runtime.far.registry import RegisteredPools
 from umbp.runtime.far.send import Debts, Sender
 from umbp.runtime.moves import Move
-from umbp.store.base import ClusterStore, StoreTraits
+from umbp.store.base import ClusterStore, StoreError, StoreTraits
 from umbp.store.gate import StoreGate
 
 logger = logging.getLogger("vllm.umbp")
@@ -75,9 +76,12 @@ class WorkerFar:
                 )
                 self._fetchers[pool] = fetcher
             fetcher = self._fetchers[pool]
-        if self._gate.is_well:
-            self._registered.tell(pool)
-        brought = fetcher.bring(move, deadline_s)
+        try:
+            if self._gate.is_well:
+                self._registered.tell(pool, deadline_s - time.monotonic())
+            brought = fetcher.bring(move, deadline_s)
+        except StoreError as error:
+            brought = Brought.nothing(len(move.names), f"{LossReason.GONE}: {error}")
         held = int(brought.is_held.sum())
         self._counts.add("fetched_bytes", held * move.runs.object_bytes)
         if brought.error is not None:
@@ -89,11 +93,12 @@ class WorkerFar:
         self._sender.offer(pool, names)
 
     def leave(self, pool: Pool, close: Callable[[], None]) -> None:
-        self._sender.forget(pool)
+        is_unused = self._sender.forget(pool)
         with self._lock:
             self._fetchers.pop(pool, None)
         # A store that hangs in a transfer may come back to these slots at any time.
-        if not self._gate.counts().stuck_threads and self._registered.forget(pool):
+        is_unused &= not self._gate.counts().stuck_threads
+        if is_unused and self._registered.forget(pool):
             close()
         else:
             logger.warning("UMBP: the store does not let a pool go that isn't used any more; it stays mapped")
@@ -107,6 +112,8 @@ class WorkerFar:
     def close(self) -> bool:
         self._sender.close(LAST_SENDS_S if self._gate.is_well else 0.0)
         is_left = self._gate.close(LEAVE_S)
-        if not is_left:
+        if is_left:
+            self._registered.close()
+        else:
             logger.warning("UMBP: the store does not let go; what it may still touch stays mapped")
         return is_left

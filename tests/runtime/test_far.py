@@ -1,0 +1,293 @@
+"""What stands behind a pool: no old byte stays in the store, no memory goes that a store may still touch, and
+nobody waits longer than he said."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from replaced_pools import ReplacedPools
+
+from umbp.data import BlockIdentityCodec, BlockTransferPlan, KVLayoutDescriptor, KVRegion, RankTopology
+from umbp.data import UMBPNamespace as Namespace
+from umbp.errors import SegmentError
+from umbp.options import parse_options
+from umbp.pool import Pool
+from umbp.runtime.far.counts import FarCounts
+from umbp.runtime.far.registry import RegisteredPools
+from umbp.runtime.far.scheduler import Clearing
+from umbp.runtime.far.send import Debts, Sender
+from umbp.runtime.far.worker import WorkerFar
+from umbp.runtime.moves import Move
+from umbp.runtime.pool_worker import PoolWorkerHandle
+from umbp.store.base import ClusterStore, Outcome, StoreError, StoreTraits
+from umbp.store.gate import StoreGate
+from umbp.testing.stores.memory import TRAITS, MemoryCluster, MemoryStore
+from umbp.testing.tensors import FakeTensor
+from umbp.transfer import BlockRuns
+from umbp.transfer.engine import CopyEngine
+
+SIZE = 4096
+LONG_S = 30.0
+"""More than any of these tests takes."""
+
+
+class RigStore(MemoryStore):
+    """Tells when it has removed something, and may have no time for it at first."""
+
+    def __init__(self, cluster: MemoryCluster, removed: threading.Event, laters: int) -> None:
+        super().__init__(cluster)
+        self._removed = removed
+        self._laters = laters
+
+    def remove(self, keys: Sequence[str]) -> list[Outcome]:
+        if self._laters:
+            self._laters -= 1
+            return [Outcome.LATER] * len(keys)
+        outcomes = super().remove(keys)
+        self._removed.set()
+        return outcomes
+
+
+class Rig:
+    """A pool, and a cluster behind it."""
+
+    def __init__(self, traits: StoreTraits = TRAITS) -> None:
+        self.cluster = MemoryCluster(traits)
+        self.pool = Pool.create_memfd(1 << 20, slab_bytes=1 << 16, min_object_bytes=SIZE)
+        self.ns = self.pool.namespace("n")
+        self.removed = threading.Event()
+        self.laters = 0
+        """So many removals of a connection are not possible at first."""
+        self.gates: list[StoreGate] = []
+
+    def connect(self) -> MemoryStore:
+        self.cluster.stores.append(RigStore(self.cluster, self.removed, self.laters))
+        return self.cluster.stores[-1]
+
+    def gate(self, before_return: Callable[[ClusterStore], bool] | None = None) -> StoreGate:
+        self.gates.append(StoreGate("memory", self.connect, before_return=before_return))
+        self.gates[-1].open(LONG_S)
+        return self.gates[-1]
+
+    def far(self, timeout_s: float = LONG_S) -> WorkerFar:
+        return WorkerFar(self.gate, self.cluster.traits, timeout_s=timeout_s, has_checksums=True)
+
+    def put(self, names: Sequence[str], fill: int) -> None:
+        tickets, _ = self.pool.reserve(self.ns, names, SIZE)
+        for address in self.pool.payload(tickets)[0].tolist():
+            ctypes.memset(address, fill, SIZE)
+        self.pool.publish(tickets)
+
+    def clear(self) -> None:
+        """As a reset does: the pool, then the store."""
+        self.pool.clear(self.ns)
+        self.cluster.objects.clear()
+
+    def close(self) -> None:
+        self.cluster.go_on()
+        for gate in self.gates:
+            gate.close(1.0)
+        assert not self.cluster.misuses
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.close()
+
+
+# Nothing old stays in the store
+
+
+def test_what_was_cleared_and_stored_anew_while_it_was_sent_is_sent_anew(rig: Rig) -> None:
+    """A put hangs; pool and store are cleared, as new weights came, and the same prompt is computed and stored
+    once more; then the put goes on, with the old bytes."""
+    far = rig.far()
+    rig.put(["a"], 1)
+    rig.cluster.hang("put")
+    far.offer(rig.pool, ["a"])
+    rig.cluster.wait_hanging(1)
+    rig.clear()
+    rig.put(["a"], 2)
+    rig.cluster.go_on()
+    assert rig.removed.wait(LONG_S)
+    assert far.flush(LONG_S)
+    far.offer(rig.pool, ["a"])
+    assert far.flush(LONG_S)
+    assert rig.cluster.objects["a"][0] == 2
+    assert rig.pool.stats()["pinned"] == 0
+
+
+def test_a_removal_that_is_not_done_is_tried_again_before_anybody_may_fetch(rig: Rig) -> None:
+    rig.laters = 1
+    far = rig.far()
+    rig.put(["a"], 1)
+    rig.cluster.hang("put")
+    far.offer(rig.pool, ["a"])
+    rig.cluster.wait_hanging(1)
+    rig.clear()
+    rig.cluster.go_on()
+    assert rig.removed.wait(LONG_S)
+    assert not rig.cluster.objects
+    assert rig.gates[0].openings == 1
+
+
+class Removals:
+    """A store of which somebody else asks something while it removes."""
+
+    traits = TRAITS
+
+    def __init__(self, meanwhile: Callable[[ClusterStore], None]) -> None:
+        self.removed: list[str] = []
+        self._meanwhile: list[Callable[[ClusterStore], None]] = [meanwhile]
+
+    def remove(self, keys: Sequence[str]) -> list[Outcome]:
+        self._done()
+        self.removed += keys
+        return [Outcome.DONE] * len(keys)
+
+    def remove_prefix(self, prefix: str) -> Outcome:
+        self._done()
+        self.removed.append(prefix)
+        return Outcome.DONE
+
+    def _done(self) -> None:
+        if self._meanwhile:
+            self._meanwhile.pop()(self)  # type: ignore[arg-type] # what it is asked for is there
+
+
+def test_a_debt_is_kept_that_came_while_two_paid_the_same() -> None:
+    debts = Debts()
+    debts.owe(["a", "a"])
+
+    def another_pays(store: ClusterStore) -> None:
+        assert debts.repay(store)
+        debts.owe(["b"])
+
+    store: Any = Removals(another_pays)
+    assert debts.repay(store)
+    assert debts.is_owed
+    assert debts.repay(store)
+    assert store.removed == ["a", "a", "b"]
+    assert not debts.is_owed
+
+
+def test_a_removal_that_began_before_a_clear_does_not_count_for_it() -> None:
+    clearing = Clearing(Namespace("n"))
+    store: Any = Removals(lambda _: clearing.owe())
+    clearing.owe()
+    assert not clearing(store)
+    assert clearing(store)
+    assert len(store.removed) == 2
+
+
+# Memory stays as long as somebody may touch it
+
+
+def test_a_pool_that_is_still_being_sent_from_stays() -> None:
+    """Sending outlasts what a pool's end waits for, though no call of it is late."""
+    rig = Rig(replace(TRAITS, registers=False))
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def tell(pool: Pool) -> None:
+        begun.set()
+        assert goes_on.wait(LONG_S)
+
+    gate, counts = rig.gate(), FarCounts("memory")
+    sender = Sender(gate, rig.cluster.traits, counts, Debts(), tell, timeout_s=0.05, has_checksums=True)
+    rig.put(["a"], 1)
+    sender.offer(rig.pool, ["a"])
+    assert begun.wait(LONG_S)
+    assert not sender.forget(rig.pool)
+    goes_on.set()
+    assert sender.flush(LONG_S)
+    assert sender.forget(rig.pool)
+    sender.close(1.0)
+    rig.close()
+
+
+def test_a_pool_s_size_is_held_once_and_given_back_with_it() -> None:
+    rig = Rig(replace(TRAITS, pins=True))
+    registered = RegisteredPools(rig.gate(), rig.cluster.traits)
+    rig.cluster.stores[0].refuses_memory = True
+    for _ in range(3):
+        with pytest.raises(StoreError):
+            registered.tell(rig.pool)
+    rig.cluster.stores[0].refuses_memory = False
+    registered.tell(rig.pool)
+    with pytest.raises(SegmentError):
+        rig.pool.resize(1 << 19)
+    assert registered.forget(rig.pool)
+    rig.pool.resize(1 << 19)
+    rig.close()
+
+
+# Nobody waits for long
+
+
+def test_a_fetch_waits_for_the_store_to_take_memory_no_longer_than_for_anything_else(rig: Rig) -> None:
+    far = rig.far(timeout_s=0.05)
+    rig.cluster.hang("register")
+    move = Move(BlockRuns.from_columns([1 << 20], [SIZE], [SIZE], [0], 1), ["a"], [0], ["a"])
+    for _ in range(2):
+        brought = far.fetch(rig.pool, rig.ns, move, far.deadline_s())
+        assert not brought.is_held.any()
+        assert (brought.error or "").startswith("gone:")
+    rig.cluster.wait_hanging(1)
+    assert rig.gates[0].counts().replaced == 0
+    rig.cluster.go_on()
+
+
+LAYOUT = KVLayoutDescriptor((KVRegion("layer", 0, SIZE, SIZE, 0),), RankTopology())
+OPTIONS = parse_options({"capacity_bytes": "1MiB"})
+
+
+class FencedEngine(CopyEngine):
+    """Notes who takes fences."""
+
+    fenced_by: list[int]
+
+    def fence(self) -> None:
+        self.fenced_by.append(threading.get_ident())
+
+
+def plan_of(number: int) -> BlockTransferPlan:
+    return BlockTransferPlan(BlockIdentityCodec(Namespace("n")).key(bytes([number]) * 8), number, group_id=0)
+
+
+def test_a_load_is_fenced_where_it_is_asked_for(rig: Rig) -> None:
+    """On a device: what the model had been given by then may still read the blocks."""
+    engine = FencedEngine(1)
+    engine.fenced_by = []
+    worker = PoolWorkerHandle(
+        OPTIONS, LAYOUT, ReplacedPools(), make_engine=lambda caches, threads: engine, far=rig.far()
+    )
+    worker.register_buffers({"layer": FakeTensor.zeros((8, SIZE))})
+    worker.wait(worker.load([plan_of(1)]))
+    worker.wait(worker.store([plan_of(2)]))
+    assert engine.fenced_by == [threading.get_ident()] * 2
+    worker.close()
+
+
+def test_no_store_waits_for_a_pool_to_be_left(rig: Rig) -> None:
+    """A pool is made anew while an object of the old one is being put into a store that hangs."""
+    keeper = ReplacedPools()
+    worker = PoolWorkerHandle(OPTIONS, LAYOUT, keeper, far=rig.far())
+    worker.register_buffers({"layer": FakeTensor.zeros((8, SIZE))})
+    rig.cluster.hang("put")
+    worker.publish(worker.wait(worker.store([plan_of(1)])))
+    rig.cluster.wait_hanging(1)
+    keeper.replace()
+    job = worker.store([plan_of(2)])
+    waiting = threading.Thread(target=worker.wait, args=(job,), daemon=True)
+    waiting.start()
+    waiting.join(LONG_S / 3)
+    assert job.completed_keys == {plan_of(2).key}
+    rig.cluster.go_on()
+    worker.close()
