@@ -7,6 +7,7 @@ PYTHON ?=
 export PYTHON
 KILLS ?= 10000
 STEPS ?= 1000000
+STORIES ?= 1000
 SANITIZE_SECONDS ?= 10
 DAMAGE_ROUNDS ?= 3000
 SEED ?=
@@ -15,7 +16,7 @@ BIN := .venv/bin
 NATIVE_SOURCES = $(shell find native tests/native -path '*/third_party' -prune -o -name '*.[ch]pp' -print -o -name '*.h' -print)
 OTHER_VLLM := .venv-vllm033/bin/python
 
-.PHONY: help setup demo test test-quick check check-gpu format bench setup-vllm033 setup-mooncake soak soak-pool sanitize clean
+.PHONY: help setup demo test test-quick check check-gpu format bench setup-vllm033 setup-mooncake soak stories soak-pool sanitize clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +71,9 @@ setup-mooncake: setup  ## install Mooncake Store, where `make setup` could not (
 
 soak: setup  ## random lives of engines over failing, dying pools (STEPS=1000000, SEED=n to repeat a run)
 	@$(BIN)/python tests/connector/walk_soak.py --steps $(STEPS) $(if $(SEED),--seed $(SEED)) $(if $(LIFE),--life $(LIFE))
+
+stories: setup  ## stories of engines, whose failing ones are told in their fewest acts (STORIES=1000, SEED=n)
+	@$(BIN)/python tests/connector/walk_soak.py --stories $(STORIES) $(if $(SEED),--seed $(SEED))
 
 soak-pool: setup  ## kill and stop processes that share a pool (KILLS=10000, SEED=n to repeat a run)
 	@$(BIN)/python tests/pool/soak.py --kills $(KILLS) $(if $(SEED),--seed $(SEED))

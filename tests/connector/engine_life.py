@@ -24,14 +24,23 @@ from vllm.v1.request import Request, RequestStatus
 
 from umbp.errors import UMBPError
 from umbp.options import parse_options
+from umbp.pool import Pool
+from umbp.pool.sharing import pool_path
 from umbp.runtime.base import IUMBPRuntime
 from umbp.runtime.embedded import EmbeddedRuntime
-from umbp.runtime.standalone import Pool, StandaloneRuntime, pool_path
+from umbp.runtime.standalone import StandaloneRuntime
 from umbp.runtime.wrap.faulty import FaultyRuntime
 from umbp.testing.clock import TickClock
 from umbp.testing.engine import ScriptedEngine, Shape
 from umbp.testing.reference import ReferenceRuntime
-from umbp.testing.runtimes import EagerRuntime, MortalRuntime, WatchedRuntime, plain, slowly
+from umbp.testing.runtimes import (
+    EagerRuntime,
+    MortalRuntime,
+    PickyRuntime,
+    WatchedRuntime,
+    plain,
+    slowly,
+)
 
 MOST_LIVE = 7
 LONGEST_SESSION_TOKENS = 120
@@ -70,6 +79,8 @@ class EngineLife:
         """How many tokens the engine has wanted of what it was promised."""
         self.sessions: dict[str, Request] = {}
         self.borrowed: list[KVCacheBlock] = []
+        self.loses_each = 0
+        """Of each load one object in so many is lost; none where it is 0."""
         self._folder = folder
         self._ended: set[str] = set()
         self._ids = itertools.count()
@@ -85,7 +96,7 @@ class EngineLife:
 
     def _runtime(self, around: Around) -> IUMBPRuntime:
         nature = self.nature
-        runtime: Any = around(EagerRuntime(self.pool))
+        runtime: Any = PickyRuntime(around(EagerRuntime(self.pool)), self._is_lost)
         if nature.load_s or nature.store_s:
             runtime = slowly(runtime, self.clock, load=nature.load_s, store=nature.store_s)
         runtime = self.backend = MortalRuntime(runtime)
@@ -213,6 +224,9 @@ class EngineLife:
 
     # What goes wrong
 
+    def _is_lost(self, rank: int, index: int, key: str) -> bool:
+        return self.loses_each > 0 and index % self.loses_each == self.loses_each - 1
+
     def borrow(self, blocks: int) -> None:
         """Others take blocks, so that allocation fails and requests are preempted."""
         self.borrowed = self.engine.pool.get_new_blocks(blocks)
@@ -256,6 +270,7 @@ class EngineLife:
         for session in self.open_sessions():
             self.end_session(session)
         self.give_back()
+        self.loses_each = 0
         self.pass_time(10)
         self.engine.between = lambda: self.pass_time(1)
         self.engine.drain(limit=2000)

@@ -36,6 +36,7 @@ ACTS = {
     "change_weights": 4,
     "land": 8,
     "borrow": 8,
+    "lose_loads": 4,
     "kill": 5,
     "destroy": 0.15,
     "evict": 5,
@@ -132,6 +133,10 @@ class Walk:
             self.life.give_back()
         else:
             self.life.borrow(self.random.randint(0, self.life.free_blocks()))
+        return True
+
+    def _lose_loads(self) -> bool:
+        self.life.loses_each = 0 if self.life.loses_each else self.random.randint(1, 5)
         return True
 
     def _kill(self) -> bool:

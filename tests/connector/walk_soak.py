@@ -1,7 +1,8 @@
 """Random lives of scripted engines, as many as one wants.
 
 `python tests/connector/walk_soak.py --steps 1000000 [--seed 7] [--life 0]`, or `make soak STEPS=1000000
-SEED=7`. The seed decides all of it; `--life` begins with that life of the seed.
+SEED=7`. The seed decides all of it; `--life` begins with that life of the seed. `--stories 1000`, or `make
+stories STORIES=1000 SEED=7`, has hypothesis choose instead, which tells what fails in its fewest acts.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ REPORT_S = 10.0
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--stories", type=int, default=0)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--life", type=int, default=0)
     chosen = parser.parse_args()
@@ -50,6 +52,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="umbp-walk-") as folder:
         plug_in = write_plug_in(Path(folder) / "plug-in", scripted_runtime.MODE, "scripted_runtime:make")
         sys.path.append(str(plug_in))
+        if chosen.stories:
+            from state_machine import tell_stories
+
+            print(dict(tell_stories(Path(folder), chosen.stories, seed=chosen.seed)))
+            return 0
         try:
             told = random_walk.walk_lives(chosen.seed, chosen.steps, Path(folder), first=chosen.life, say=say)
         except random_walk.LifeError as failure:
