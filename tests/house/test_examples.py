@@ -156,3 +156,10 @@ def test_a_pod_has_room_for_what_its_node_offers(manifests: dict[tuple[str, str]
     offered = node["command"][node["command"].index("--segment") + 1]
     limit = node["resources"]["limits"]["memory"]
     assert int(limit.removesuffix("Gi")) > int(offered.removesuffix("GiB"))
+
+
+def test_the_counters_that_show_a_failure_are_those_that_there_are(project_root: Path) -> None:
+    docs = project_root / "docs"
+    named = set(re.findall(r"`(umbp_\w+)`", (docs / "distributed.md").read_text()))
+    assert len(named) > 5
+    assert named <= set(re.findall(r"`vllm:(umbp_\w+)`", (docs / "metrics.md").read_text()))
