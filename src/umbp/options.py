@@ -122,7 +122,11 @@ class Options:
         modes=("distributed", PLUG_IN),
         default="true (plug-ins: false)",
     )
-    lookup_timeout_ms: int = _option(200, Whole(1, 60_000, "ms"), "a lookup that takes longer is a miss")
+    lookup_timeout_ms: int = _option(
+        200,
+        Whole(1, 60_000, "ms"),
+        "a lookup that takes longer is a miss; nor does a request wait longer for what another engine stores",
+    )
     min_load_tokens: int | None = _option(
         None,
         Whole(0, 2**31 - 1, "tokens", word="measured"),

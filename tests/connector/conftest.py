@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -26,6 +26,10 @@ from scripted_runtime import WatchedRuntime
 from umbp.options import parse_options
 from umbp.runtime.base import IUMBPRuntime
 from umbp.testing.reference import ReferenceRuntime
+from umbp.testing.stores.memory import MemoryCluster
+
+if TYPE_CHECKING:
+    from nodes import Node
 
 MakeEngine = Callable[..., ScriptedEngine]
 MakePool = Callable[..., WatchedRuntime]
@@ -116,5 +120,35 @@ def make_engine(root: Path, options_of: Any) -> Iterator[MakeEngine]:
         return engine
 
     yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def cluster() -> Iterator[MemoryCluster]:
+    made = MemoryCluster()
+    yield made
+    made.go_on()
+    assert not made.misuses
+
+
+@pytest.fixture
+def start(
+    cluster: MemoryCluster, root: Path, options_of: Callable[[IUMBPRuntime], dict[str, object]]
+) -> Iterator[Callable[..., tuple[ScriptedEngine, Node]]]:
+    """Engines with a pool each, or one that they share, before the cluster's store; and their runtimes."""
+    nodes = pytest.importorskip("nodes", reason="the native core isn't built")
+    engines: list[ScriptedEngine] = []
+
+    def make(options: dict[str, object] | None = None, **shape: Any) -> tuple[ScriptedEngine, Node]:
+        options = options or {}
+        node = nodes.Node(cluster, **options)
+        extra = options_of(node) | {"min_load_tokens": 0}
+        extra |= {name: options[name] for name in ("lookup_timeout_ms",) if name in options}
+        engines.append(ScriptedEngine(root, Shape(extra=extra, **shape)))
+        return engines[-1], node
+
+    yield make
+    cluster.go_on()
     for engine in engines:
         engine.close()

@@ -6,77 +6,23 @@ The engines check every byte in every step; the store is in memory, and hangs, b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import BLOCK, ScriptedEngine, Shape, tokens
+from nodes import Node
+from scripted import BLOCK, ScriptedEngine, tokens
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import Request
 
-from umbp.data import KVLayoutDescriptor, RankTopology, UMBPNamespace
-from umbp.options import Options, parse_options
 from umbp.pool import Pool
-from umbp.runtime.base import IUMBPRuntime
-from umbp.runtime.distributed import DistributedRuntime
-from umbp.runtime.pool_worker import PoolWorkerHandle
-from umbp.store.base import ClusterStore
 from umbp.testing.stores.memory import MemoryCluster
 
 PROMPT = 10 * BLOCK + 3
 RANKS = pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
 WAYS = pytest.mark.parametrize("lookup_async", [True, False], ids=["beside", "within"])
-
-
-class Node(DistributedRuntime):
-    """One engine's runtime; `flush` waits for what it sends."""
-
-    def __init__(self, cluster: MemoryCluster, **options: object) -> None:
-        def connect(options: Options, *, serves_memory: bool) -> ClusterStore:
-            return cluster.connect()
-
-        extra: dict[str, object] = {"mode": "distributed", "store": "memory", "capacity_bytes": "4MiB"}
-        super().__init__(parse_options(extra | options), connect)
-        self.workers: list[PoolWorkerHandle] = []
-
-    def create_worker_handle(
-        self, namespace: UMBPNamespace, topology: RankTopology, layout: KVLayoutDescriptor
-    ) -> PoolWorkerHandle:
-        self.workers.append(super().create_worker_handle(namespace, topology, layout))
-        return self.workers[-1]
-
-    def flush(self) -> None:
-        for worker in self.workers:
-            assert worker.far is not None
-            assert worker.far.flush(30)
-
-
-@pytest.fixture
-def cluster() -> Iterator[MemoryCluster]:
-    made = MemoryCluster()
-    yield made
-    made.go_on()
-    assert not made.misuses
-
-
-@pytest.fixture
-def start(
-    cluster: MemoryCluster, root: Path, options_of: Callable[[IUMBPRuntime], dict[str, object]]
-) -> Iterator[Callable[..., tuple[ScriptedEngine, Node]]]:
-    engines: list[ScriptedEngine] = []
-
-    def make(options: dict[str, object] | None = None, **shape: Any) -> tuple[ScriptedEngine, Node]:
-        node = Node(cluster, **(options or {}))
-        extra = options_of(node) | {"min_load_tokens": 0}
-        engines.append(ScriptedEngine(root, Shape(extra=extra, **shape)))
-        return engines[-1], node
-
-    yield make
-    cluster.go_on()
-    for engine in engines:
-        engine.close()
 
 
 Start = Callable[..., tuple[ScriptedEngine, Node]]

@@ -110,8 +110,7 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         # Blocks that are still being stored have pins of their own, so the request's can go at once.
-        self.scheduler_side.finish(request)
-        return False, None
+        return False, self.scheduler_side.finish(request)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

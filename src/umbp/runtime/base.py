@@ -241,8 +241,8 @@ class SupportsLookupStates(Protocol):
     """Capability `lookup_states`, scheduler."""
 
     def lookup_states(self, keys: Sequence[str]) -> Sequence[LookupState]:
-        """`lookup` that tells a key being written from one that isn't there; hits are `lookup`'s. Never waits:
-        with `prepare`, what wasn't prepared lately may be missed.
+        """`lookup` that tells a key being written from one that isn't there; hits are `lookup`'s. Never
+        waits: with `prepare`, what wasn't prepared lately may be missed.
 
         What is written on another host is not there, and what is written by whoever dies may stay pending.
         """

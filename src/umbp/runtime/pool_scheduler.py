@@ -18,7 +18,6 @@ from umbp.pool.pool import Tickets
 from umbp.runtime.base import HandshakeExtra, LookupState, NotePhase
 from umbp.runtime.removed_keys import RemovedKeys
 
-
 _STATES = {
     KeyState.ABSENT: LookupState.MISS,
     KeyState.RESERVED: LookupState.PENDING,

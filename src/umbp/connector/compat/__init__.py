@@ -48,6 +48,7 @@ from umbp.connector.compat.steps import (
     scheduled_requests,
     straighten_copies,
     taken_blocks,
+    transfer_params,
 )
 
 __all__ = [
@@ -83,6 +84,7 @@ __all__ = [
     "taken_blocks",
     "tells_evictions",
     "tells_kv_events",
+    "transfer_params",
     "turns_latent_queries_wrongly",
     "unpin_blocks",
     "unpin_evictable",

@@ -92,6 +92,11 @@ def offered_states(output: SchedulerOutput, request_id: str) -> Sequence[tuple[i
     return () if state is None else state.boundary_state_offloads.get(request_id, ())
 
 
+def transfer_params(request: Request) -> object:
+    """What a client has sent along for connectors; anything."""
+    return getattr(request, "kv_transfer_params", None)
+
+
 def reads_prefix_cache(request: Request) -> bool:
     """Whether this request may be served from cached prefixes at all."""
     return not getattr(request, "skip_reading_prefix_cache", False)

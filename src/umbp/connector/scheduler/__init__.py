@@ -1,6 +1,7 @@
 """The scheduler's half of the connector: its questions, each in a module of its own, wired here.
 
-*match*, *find*: how much of a prompt is stored. *plan*: what a step can load and store. *write*, *lazy*: when
+*match*, *find*: how much of a prompt is stored. *handover*, *wait*: what another engine stores of it, and
+waiting for that. *plan*: what a step can load and store. *write*, *lazy*: when
 it is stored. *account*: what is in flight. *count*: what came of it. *events*: telling others of it.
 Runs in the engine core's process, on its one thread; nothing here blocks longer than the runtime's lookups
 do.
@@ -21,6 +22,7 @@ from umbp.connector.scheduler.account import Ledger, LoadEntry, Quarantine, Stor
 from umbp.connector.scheduler.count import Counts
 from umbp.connector.scheduler.events import KVEvents
 from umbp.connector.scheduler.find import ChainFinder, GroupsFinder
+from umbp.connector.scheduler.handover import HandOvers
 from umbp.connector.scheduler.lazy import LazyWriter
 from umbp.connector.scheduler.match import Matcher
 from umbp.connector.scheduler.plan import Planner
@@ -86,7 +88,20 @@ class SchedulerSide:
         )
         self._worth = LoadWorth(options.min_load_tokens)
         self._timer = StepTimer(self._worth, clock) if options.min_load_tokens is None else None
-        self._matcher = Matcher(pool, finder, shape, self._worth, reads=reads and options.enable_lookup)
+        self._hand_overs = HandOvers(
+            pool, shape, options.mode, always_tells=writes and not reads, clock=clock
+        )
+        self._matcher = Matcher(
+            pool,
+            finder,
+            shape,
+            self._worth,
+            self._hand_overs,
+            reads=reads and options.enable_lookup,
+            awaits_writers=reads and not writes,
+            timeout_s=options.lookup_timeout_ms / 1000,
+            clock=clock,
+        )
         self._planner = Planner(pool, options, shape, hits, writes=writes)
         self._loads: Ledger[LoadEntry] = Ledger(ranks, self._close_load)
         self._stores: Ledger[StoreEntry] = Ledger(ranks, self._close_store)
@@ -206,19 +221,21 @@ class SchedulerSide:
         if not self._load_async:
             self._filling.update(name for _, name in entry.objects)
 
-    def finish(self, request: Request) -> None:
+    def finish(self, request: Request) -> dict[str, Any] | None:
         """The request has ended or was aborted, at whatever point; its loads and stores settle by
-        themselves.
+        themselves. What its response shall tell the engine that goes on with it, if anything.
         """
         state = self._requests.pop(request.request_id, None)
         self._unfinished.pop(request.request_id, None)
         if state is None:
-            return
+            return None
+        told = None if self._is_lazy else self._hand_overs.told(state)
         if self._events is not None:
             self._events.close(request.request_id)
         self._matcher.withdraw(state)
         if state.was_counted:
             self._note(state, "end")
+        return told
 
     def leave_states(self, request: Request, offers: Sequence[tuple[int, int, int]]) -> None:
         """The request is about to end with these states in its blocks, as `(group, block id, tokens)`, and

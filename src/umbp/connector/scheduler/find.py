@@ -42,6 +42,14 @@ class PrefixFinder(Protocol):
         """
         ...
 
+    def reach(self, block_hashes: Sequence[bytes], start: int, limit: int) -> int:
+        """Where the longest hit ends at this moment; `start` for none. Holds nothing."""
+        ...
+
+    def is_written(self, block_hashes: Sequence[bytes], end: int) -> bool:
+        """Whether a hit that ends there would be longer, but for a block that is just being written."""
+        ...
+
 
 class ChainFinder:
     """For one group of full attention: a hit is the run of blocks that is there."""
@@ -68,6 +76,17 @@ class ChainFinder:
             return Hit(start + held * tokens)
         self._pool.unhold(owner)
         return Hit(start)
+
+    def reach(self, block_hashes: Sequence[bytes], start: int, limit: int) -> int:
+        tokens = self._group.block_tokens
+        wanted = self._group.names(block_hashes)[start // tokens : limit // tokens]
+        found = self._pool.present(self._group.group_id, wanted)
+        found = min(found, self._quarantine.healthy_prefix(self._group.group_id, wanted))
+        return start + max(found - self._dropped_blocks, 0) * tokens
+
+    def is_written(self, block_hashes: Sequence[bytes], end: int) -> bool:
+        next_block = end // self._group.block_tokens + self._dropped_blocks
+        return _is_written(self._pool, self._group, block_hashes, next_block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +149,16 @@ class GroupsFinder:
             self._pool.unhold(owner)
             limit = hit.end - self._shape.hit_tokens
         return Hit(start)
+
+    def reach(self, block_hashes: Sequence[bytes], start: int, limit: int) -> int:
+        return self._longest(block_hashes, start, limit).end
+
+    def is_written(self, block_hashes: Sequence[bytes], end: int) -> bool:
+        return any(
+            _is_written(self._pool, group, block_hashes, end // group.block_tokens)
+            for group in self._shape.groups
+            if group.kind is FULL
+        )
 
     def _longest(self, block_hashes: Sequence[bytes], start: int, limit: int) -> Hit:
         """Where the longest hit ends, at most at `limit`. What the engine has itself counts as stored: a hit
@@ -240,3 +269,8 @@ class GroupsFinder:
             if names and self._pool.hold(owner, group.group_id, names) < len(names):
                 return False
         return True
+
+
+def _is_written(pool: PoolView, group: CacheGroup, block_hashes: Sequence[bytes], block: int) -> bool:
+    names = group.names(block_hashes)
+    return block < len(names) and pool.is_written(group.group_id, names[block])

@@ -7,12 +7,16 @@ answered from the request's state without touching the pool.
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Callable
 
 from umbp.connector import compat
 from umbp.connector.groups import CacheShape
 from umbp.connector.scheduler.find import PrefixFinder
+from umbp.connector.scheduler.handover import HandOvers
 from umbp.connector.scheduler.pool_view import PoolView
 from umbp.connector.scheduler.state import Answer, Promise, RequestState
+from umbp.connector.scheduler.wait import Wait
 from umbp.connector.scheduler.worth import LoadWorth
 
 
@@ -20,9 +24,29 @@ class Matcher:
     """Answers "how many tokens beyond the engine's own hit?", and owns the promises that follow from it."""
 
     def __init__(
-        self, pool: PoolView, finder: PrefixFinder, shape: CacheShape, worth: LoadWorth, *, reads: bool
+        self,
+        pool: PoolView,
+        finder: PrefixFinder,
+        shape: CacheShape,
+        worth: LoadWorth,
+        hand_overs: HandOvers,
+        *,
+        reads: bool,
+        awaits_writers: bool,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`awaits_writers`: what is just being written is waited for, as if its writer had handed the request
+        over; `timeout_s`: how long at most, from a request's first question on.
+        """
         self._pool = pool
+        self._hand_overs = hand_overs
+        self._awaits_writers = awaits_writers
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._dropped_tokens = max(
+            min(group.block_tokens, shape.hit_tokens) * group.drops_last_block for group in shape.groups
+        )
         self._finder = finder
         self._shape = shape
         self._worth = worth
@@ -45,15 +69,65 @@ class Matcher:
         limit = min(request.num_tokens - 1, hashed_tokens) // self._shape.hit_tokens * self._shape.hit_tokens
         answer = state.answer
         if answer is None or answer.local_tokens != computed_tokens or answer.limit_tokens != limit:
-            if self._pool.prepares and not self._is_prepared(state, computed_tokens, limit):
+            if not self._is_ready(state, computed_tokens, limit):
                 return None
             answer = Answer(computed_tokens, limit, self._promise(state, computed_tokens, limit))
             state.answer = answer
         return answer.tokens
 
-    def _is_prepared(self, state: RequestState, start: int, limit: int) -> bool:
+    def _is_ready(self, state: RequestState, start: int, limit: int) -> bool:
+        """Whether to answer now: what can be known is known, and what is to come has come, or was waited for
+        long enough. Looking costs time and is done now and then; in the steps between nothing is asked.
+        """
         if limit <= start or self._still_serves(state, start, limit):
             return True
+        now = self._clock()
+        if state.first_asked_s is None:
+            state.first_asked_s = now
+        wait = state.wait
+        if wait is not None and not wait.is_due(now):
+            return False
+        if wait is not None and wait.has_looked and now < wait.until_s:
+            wait.has_looked = False
+            self._unprepare(state)
+        if self._pool.prepares and not self._is_prepared(state, start, limit):
+            if wait is None or wait.is_over or now < wait.until_s:
+                return False
+            wait.is_over = True
+            return True
+        return self._has_come(state, start, limit, now)
+
+    def _has_come(self, state: RequestState, start: int, limit: int, now: float) -> bool:
+        """Whether nothing is waited for, any more or at all; else the wait goes on."""
+        wait = state.wait
+        if wait is not None and wait.is_over:
+            return True
+        if not self._lacks_what_is_to_come(state, start, limit):
+            if wait is not None:
+                wait.is_over = True
+            return True
+        assert state.first_asked_s is not None
+        if wait is None:
+            wait = state.wait = Wait(state.first_asked_s + self._timeout_s)
+        wait.is_over = now >= wait.until_s
+        wait.begin_pause(now)
+        return wait.is_over
+
+    def _lacks_what_is_to_come(self, state: RequestState, start: int, limit: int) -> bool:
+        promised = self._hand_overs.promised_tokens(state)
+        if not promised and not self._awaits_writers:
+            return False
+        hashes = state.request.block_hashes
+        expected = min(promised, limit) - self._dropped_tokens
+        expected -= expected % self._shape.hit_tokens
+        if promised and not (expected > start and self._worth.pays(expected - start)):
+            return False
+        end = self._finder.reach(hashes, start, limit)
+        if promised:
+            return end < expected
+        return end < limit and self._finder.is_written(hashes, end)
+
+    def _is_prepared(self, state: RequestState, start: int, limit: int) -> bool:
         state.is_prepared = True
         wanted = self._finder.wanted(state.request.block_hashes, start, limit)
         return self._pool.prepare(state.request.request_id, wanted)
@@ -92,9 +166,12 @@ class Matcher:
     def withdraw(self, state: RequestState) -> None:
         """Give back what was promised to this request and not handed over to a load."""
         state.answer = None
-        if state.is_prepared:
-            self._pool.unprepare(state.request.request_id)
-            state.is_prepared = False
+        self._unprepare(state)
         if state.promise is not None:
             self._pool.unhold(state.promise.owner)
             state.promise = None
+
+    def _unprepare(self, state: RequestState) -> None:
+        if state.is_prepared:
+            self._pool.unprepare(state.request.request_id)
+            state.is_prepared = False

@@ -240,6 +240,7 @@ class Planner:
             hashes = state.request.block_hashes
             if tokens <= len(hashes) * self._shape.hash_tokens:
                 spans.append(self._ending_at(group, block_id, hashes, tokens))
+                state.state_ends.setdefault(group_id, set()).add(tokens)
         return spans
 
     def left_behind(self, state: RequestState, offers: Sequence[tuple[int, int, int]]) -> Sequence[BlockSpan]:
@@ -316,6 +317,7 @@ class Planner:
         if place <= len(hashes) and hashes[place - 1] == state.mark_hash:
             return state.tracker.saved_tokens
         state.tracker.reset()
+        state.state_ends.clear()
         state.mark_hash = None
         return 0
 

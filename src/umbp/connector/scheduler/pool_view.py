@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from umbp.connector.scheduler.stage import Reports, Stage, namespace_of
 from umbp.data import BlockIdentityCodec, EngineTopology
 from umbp.errors import ConfigError
-from umbp.runtime.base import IUMBPRuntime, Wanted, capabilities_of
+from umbp.runtime.base import IUMBPRuntime, LookupState, Wanted, capabilities_of
 
 logger = init_logger("vllm.umbp")
 
@@ -148,6 +148,14 @@ class PoolView:
             if count:
                 count = stage.present(group_id, hashes[:count])
         return count
+
+    def is_written(self, group_id: int, name: bytes) -> bool:
+        """Whether some rank is just writing this block."""
+        if not self._can.lookup_states:
+            return False
+        nothing = [LookupState.MISS]
+        found = (self._ask(partial(one.states, group_id, name), nothing) for one in self._keepers(group_id))
+        return any(LookupState.PENDING in states for states in found)
 
     def stored(self, group_id: int, hashes: Sequence[bytes]) -> list[bool]:
         """Which blocks of a cache group every rank has at this moment; they need not be one prefix."""

@@ -12,7 +12,7 @@ from typing import Any
 from umbp.connector.wire import UMBPHandshakeMetadata, UMBPPoolHandshakeMetadata
 from umbp.data import BlockIdentityCodec, EngineTopology, KVLayoutDescriptor, Rank, UMBPNamespace
 from umbp.errors import ConfigError
-from umbp.runtime.base import Capabilities, IUMBPRuntime, Wanted
+from umbp.runtime.base import Capabilities, IUMBPRuntime, LookupState, Wanted
 
 Reports = Mapping[Rank, UMBPHandshakeMetadata]
 """What each rank's worker told."""
@@ -77,6 +77,10 @@ class Stage:
             return int(self.handle.lookup_raw(group_id, hashes))
         found = list(self.handle.lookup(self._rank_keys(group_id, hashes)))
         return self._whole_blocks(next((i for i, hit in enumerate(found) if not hit), len(found)))
+
+    def states(self, group_id: int, name: bytes) -> list[LookupState]:
+        """What is known of one block on each rank; wants the capability."""
+        return list(self.handle.lookup_states(self._rank_keys(group_id, [name])))
 
     def stored(self, group_id: int, hashes: Sequence[bytes]) -> list[bool]:
         """Which blocks of a cache group every rank has at this moment; they need not be one prefix."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from umbp.connector.scheduler.wait import Wait
 from umbp.data import RequestTracker
 
 if TYPE_CHECKING:
@@ -64,6 +65,12 @@ class RequestState:
     """The hash at the mark of what has been stored: in a session with more input to come, others may take its
     place.
     """
+    promised_tokens: int | None = None
+    """So many of its first tokens another engine stores; None until that was looked at."""
+    first_asked_s: float | None = None
+    wait: Wait | None = None
+    state_ends: dict[int, set[int]] = field(default_factory=dict)
+    """Of each cache group that keeps a state: the tokens at which one was planned to be stored."""
     was_counted: bool = False
     """Asked and hit tokens are counted at the first admission alone."""
 

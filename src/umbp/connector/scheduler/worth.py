@@ -94,15 +94,21 @@ class LoadWorth:
 
     def is_worth(self, tokens: int) -> bool:
         """Whether a hit of so many tokens should be loaded; asked once for each hit."""
+        if self.pays(tokens):
+            return True
+        if self._fixed_tokens is not None:
+            return False
+        self._left_out += 1
+        return self._left_out % TRIAL == 0
+
+    def pays(self, tokens: int) -> bool:
+        """Whether a load of so many tokens is expected to take no longer than computing them."""
         if self._fixed_tokens is not None:
             return tokens >= self._fixed_tokens
         seconds_a_token = self._steps.slope
         if min(self._steps.count, self._loads.count) < ENOUGH or seconds_a_token is None:
             return True
-        if self._loads.at(tokens) <= DOUBT * seconds_a_token * tokens:
-            return True
-        self._left_out += 1
-        return self._left_out % TRIAL == 0
+        return self._loads.at(tokens) <= DOUBT * seconds_a_token * tokens
 
 
 SMALL_STEP_TOKENS = 32

@@ -87,6 +87,8 @@ class ScriptedEngine:
         self._ids = itertools.count()
         self.stats = UMBPStats()
         self.finished: dict[str, Request] = {}
+        self.handed_over: dict[str, dict[str, Any]] = {}
+        """What responses have told the engine that goes on with each request."""
         self.invalid_blocks: list[set[int]] = []
         self.loads: Counter[str] = Counter()
         """How often the scheduler has begun to wait for each request's load."""
@@ -138,8 +140,11 @@ class ScriptedEngine:
         reads_cache: bool = True,
         priority: int = 0,
         resumable: bool = False,
+        transfer_params: object = None,
     ) -> Request:
         parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        if transfer_params is not None:
+            parameters.extra_args = {"kv_transfer_params": transfer_params}
         parameters.skip_reading_prefix_cache = not reads_cache
         return Request(
             request_id=request_id or f"r{next(self._ids)}",
@@ -238,6 +243,9 @@ class ScriptedEngine:
         self.between()
         core_outputs = self.scheduler.update_from_output(output, runner_output)
         for one in core_outputs.values():
+            self.handed_over.update(
+                {each.request_id: each.kv_transfer_params for each in one.outputs if each.kv_transfer_params}
+            )
             if one.scheduler_stats is not None and one.scheduler_stats.kv_connector_stats:
                 told = one.scheduler_stats.kv_connector_stats
                 if self.shape.before or self.shape.after:
