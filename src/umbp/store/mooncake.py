@@ -28,6 +28,7 @@ from umbp.errors import ConfigError, InvariantError
 from umbp.options import Options
 from umbp.store.base import Outcome, StoreError, StoreTraits
 from umbp.store.mooncake_client import (
+    INSIDE,
     MODULE,
     PROBE_KEY,
     MooncakeSettings,
@@ -118,7 +119,7 @@ class MooncakeStore:
                 self._client = client
                 self._where = {"client": client.get_hostname()}
                 return
-        leave(client)
+        leave(client, self._settings)
         raise StoreError("the store was closed while it was opened")
 
     def register(self, address: int, size: int) -> None:
@@ -202,11 +203,12 @@ class MooncakeStore:
             if client is not None:
                 self._client = None
         if client is not None:
-            leave(client)
+            leave(client, self._settings)
 
     def audit(self) -> None:
         """At any time: what is inside is counted, and what is closed and empty has no client."""
         self._room.audit()
+        INSIDE.audit()
         with self._lock:
             if self._inside < 0 or (self._is_closed and not self._inside and self._client is not None):
                 raise InvariantError(f"{self._inside} calls are inside a store that is closed")
@@ -229,7 +231,8 @@ class MooncakeStore:
             yield None
             return
         try:
-            yield client
+            with INSIDE.call() as is_let_in:
+                yield client if is_let_in else None
         finally:
             with self._lock:
                 self._inside -= 1
@@ -237,7 +240,7 @@ class MooncakeStore:
                 if is_last:
                     self._client = None
             if is_last:
-                leave(client)
+                leave(client, self._settings)
 
 
 class _Room:

@@ -5,6 +5,7 @@ Why it takes this care is told in `umbp.store.mooncake`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import importlib.util
@@ -14,11 +15,12 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from umbp.errors import ConfigError
+from umbp.errors import ConfigError, InvariantError
 from umbp.kinds import Choice, Size, Text, Whole
 from umbp.store.base import StoreError
 from umbp.store.settings import setting
@@ -34,6 +36,55 @@ PROBE_KEY = "umbp:probe"
 
 RETRY_S = 5.0
 """So often a client that waits to be closed asks whether its master answers again."""
+
+
+LAST_CALLS_S = 10.0
+"""How long an interpreter that ends waits for calls inside: the longest that was seen took 4.5 s."""
+
+
+class Inside:
+    """The threads of this process that are inside Mooncake.
+
+    One that comes out when the interpreter is gone ends the process with `std::terminate`. So whoever wants
+    to go in when the interpreter begins to end is sent away, and whoever is inside is waited for.
+    """
+
+    def __init__(self) -> None:
+        self._change = threading.Condition()
+        self._count = 0
+        self._is_watching = False
+        self.is_over = False
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[bool]:
+        """Whether the caller may go in."""
+        with self._change:
+            if not self._is_watching:
+                self._is_watching = True
+                atexit.register(self.end)
+            is_let_in = not self.is_over
+            self._count += is_let_in
+        try:
+            yield is_let_in
+        finally:
+            if is_let_in:
+                with self._change:
+                    self._count -= 1
+                    self._change.notify_all()
+
+    def end(self) -> None:
+        """Let nobody in any more, and return when all have come out, or after a while."""
+        with self._change:
+            self.is_over = True
+            self._change.wait_for(lambda: not self._count, LAST_CALLS_S)
+
+    def audit(self) -> None:
+        if self._count < 0:
+            raise InvariantError(f"{self._count} threads are inside Mooncake")
+
+
+INSIDE = Inside()
+"""Of this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,25 +223,33 @@ def setup_arguments(settings: MooncakeSettings, host: str, segment_bytes: int) -
     )
 
 
-def leave(client: Any) -> None:
+def leave(client: Any, settings: MooncakeSettings) -> None:
     """Close the client, now if its master answers, else on a thread that waits until it does: closing stops
     all Python for as long as the master is silent.
     """
-    if _answers(client):
-        client.close()
-        return
-    threading.Thread(target=_close_later, args=(client,), name="umbp-mooncake-close", daemon=True).start()
+    if not _closed(client, settings):
+        later = threading.Thread(
+            target=_close_later, args=(client, settings), name="umbp-mooncake-close", daemon=True
+        )
+        later.start()
 
 
-def _close_later(client: Any) -> None:
+def _close_later(client: Any, settings: MooncakeSettings) -> None:
     never = threading.Event()
-    while not _answers(client):
+    while not INSIDE.is_over and not _closed(client, settings):
         never.wait(RETRY_S)
-    client.close()
 
 
-def _answers(client: Any) -> bool:
-    return bool(client.batch_is_exist([PROBE_KEY])[0] >= 0)
+def _closed(client: Any, settings: MooncakeSettings) -> bool:
+    """Close the client if its master answers; whether it did."""
+    # The look saves the 4 s that a client takes to find that nobody is there.
+    if not listens(settings):
+        return False
+    with INSIDE.call() as is_let_in:
+        if not is_let_in or client.batch_is_exist([PROBE_KEY])[0] < 0:
+            return False
+        client.close()
+        return True
 
 
 def own_address(master: str) -> str:
