@@ -288,6 +288,19 @@ class TestMooncake:
             node.kill()
             node.communicate()
 
+    def test_a_node_whose_master_is_dead_ends_all_the_same(self, master: Server, tmp_path: Path) -> None:
+        mortal = servers.start_master(tmp_path / "log")
+        node = node_process(mortal.address, "--segment", str(NODE_BYTES), "--timeout-ms", "500")
+        try:
+            assert node.stdout is not None
+            assert json.loads(node.stdout.readline())["master"] == mortal.address
+            mortal.kill()
+            node.send_signal(signal.SIGTERM)
+            assert node.wait(30) == 0
+        finally:
+            node.kill()
+            node.communicate()
+
     def test_a_master_that_tells_no_figures_is_noted(self, master: Server, closed_port: int) -> None:
         checks = found(configured("mooncake", master=master.address), closed_port)
         assert checks["store memory"].state == "note"

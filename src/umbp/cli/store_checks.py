@@ -51,8 +51,6 @@ def check_store(
     `make_store` makes one connection.
     """
     name = options.store or ""
-    # Mooncake's clients tell a page of how they are doing.
-    os.environ.setdefault("GLOG_minloglevel", "2")
     heard_before = listening()
     try:
         store = make_store(options, serves_memory=False)
