@@ -17,7 +17,9 @@ from umbp.data import UMBPNamespace as Namespace
 from umbp.errors import SegmentError
 from umbp.options import parse_options
 from umbp.pool import Pool
+from umbp.runtime.base import Wanted
 from umbp.runtime.far.counts import FarCounts
+from umbp.runtime.far.lookup import FarLookups
 from umbp.runtime.far.registry import RegisteredPools
 from umbp.runtime.far.scheduler import Clearing
 from umbp.runtime.far.send import Debts, Sender
@@ -26,12 +28,14 @@ from umbp.runtime.moves import Move
 from umbp.runtime.pool_worker import PoolWorkerHandle
 from umbp.store.base import ClusterStore, Outcome, StoreError, StoreTraits
 from umbp.store.gate import StoreGate
+from umbp.testing.clock import TickClock
 from umbp.testing.stores.memory import TRAITS, MemoryCluster, MemoryStore
 from umbp.testing.tensors import FakeTensor
 from umbp.transfer import BlockRuns
 from umbp.transfer.engine import CopyEngine
 
 SIZE = 4096
+FIRST_RANK = RankTopology().local_namespace
 LONG_S = 30.0
 """More than any of these tests takes."""
 
@@ -106,8 +110,8 @@ def rig() -> Iterator[Rig]:
 
 
 def test_what_was_cleared_and_stored_anew_while_it_was_sent_is_sent_anew(rig: Rig) -> None:
-    """A put hangs; pool and store are cleared, as new weights came, and the same prompt is computed and stored
-    once more; then the put goes on, with the old bytes."""
+    """A put hangs; pool and store are cleared, as new weights came, and the same prompt is computed and
+    stored once more; then the put goes on, with the old bytes."""
     far = rig.far()
     rig.put(["a"], 1)
     rig.cluster.hang("put")
@@ -242,6 +246,45 @@ def test_a_fetch_waits_for_the_store_to_take_memory_no_longer_than_for_anything_
     rig.cluster.wait_hanging(1)
     assert rig.gates[0].counts().replaced == 0
     rig.cluster.go_on()
+
+
+class CountedHash(bytes):
+    """Counts how often such names were looked for."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        CountedHash.looks += 1
+        return super().__hash__()
+
+
+def test_a_question_costs_what_it_asks_however_much_is_known(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store has told of more than is kept for long: no step pays for all of it; once they have expired, the
+    answers go."""
+    monkeypatch.setattr("umbp.runtime.far.lookup.MOST_KNOWN", 100)
+    clock = TickClock()
+    names = [CountedHash(bytes([place // 256, place % 256])) for place in range(1000)]
+    rank, pools = FIRST_RANK, {FIRST_RANK: rig.pool}
+    rig.cluster.claimed = {name.hex() for name in names} | {b"new".hex()}
+    lookups = FarLookups(
+        rig.gate(),
+        lambda group_id, rank: "",
+        FarCounts("memory"),
+        timeout_s=LONG_S,
+        lease_s=20.0,
+        is_async=False,
+        clock=lambda: clock.now_s,
+    )
+    assert lookups.prepare("long", [Wanted(0, names, is_chain=True)], pools)
+    assert lookups.knows(rank, 0, names).all()
+    CountedHash.looks = 0
+    assert lookups.prepare("short", [Wanted(0, [b"new"], is_chain=True)], pools)
+    assert CountedHash.looks < 10
+    clock.now_s += 11.0
+    assert lookups.prepare("later", [Wanted(0, [b"new"], is_chain=True)], pools)
+    assert lookups.known == 1
 
 
 LAYOUT = KVLayoutDescriptor((KVRegion("layer", 0, SIZE, SIZE, 0),), RankTopology())

@@ -4,6 +4,7 @@ the questions themselves.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ SHORTEST_TRUST_S = 1.0
 """How long an answer counts of a store that gives no lease."""
 
 MOST_KNOWN = 1 << 18
-"""So many answers are kept; beyond, those that have expired go."""
+"""Of more answers than so many, those that have expired go."""
 
 PrefixOf = Callable[[int, Rank], str]
 
@@ -75,6 +76,7 @@ class FarLookups:
         self._clock = clock
         self._trust_s = max(lease_s / 2, SHORTEST_TRUST_S)
         self._known: dict[tuple[Rank, int, bytes], float] = {}
+        """Until when each answer counts; the first to expire stand first."""
         self._asks: dict[str, _Ask] = {}
 
     def prepare(self, request_id: str, wanted: Sequence[Wanted], pools: Mapping[Rank, Pool]) -> bool:
@@ -96,6 +98,11 @@ class FarLookups:
         """Nothing that was found counts any more."""
         self._asks.clear()
         self._known.clear()
+
+    @property
+    def known(self) -> int:
+        """How many answers are kept."""
+        return len(self._known)
 
     def knows(self, rank: Rank, group_id: int, hashes: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Which of these blocks the store was found to have, lately."""
@@ -180,12 +187,18 @@ class FarLookups:
         is_over = ask.call is None or self._is_over(ask, ask.call)
         until_s = self._clock() + self._trust_s
         for name in ask.found[ask.taken :]:
+            self._known.pop(name, None)
             self._known[name] = until_s
             ask.taken += 1
         if len(self._known) > MOST_KNOWN:
-            now = self._clock()
-            self._known = {name: end_s for name, end_s in self._known.items() if end_s > now}
+            self._forget_expired()
         return is_over
+
+    def _forget_expired(self) -> None:
+        now = self._clock()
+        expired = list(itertools.takewhile(lambda name: self._known[name] <= now, self._known))
+        for name in expired:
+            del self._known[name]
 
     def _is_over(self, ask: _Ask, call: Call[bool]) -> bool:
         if self._is_async and not call.is_done:
