@@ -258,6 +258,44 @@ class CountedHash(bytes):
         return super().__hash__()
 
 
+def lookups_of(
+    rig: Rig, clock: TickClock, *, timeout_s: float = LONG_S, is_async: bool = False
+) -> FarLookups:
+    return FarLookups(
+        rig.gate(),
+        lambda group_id, rank: "",
+        FarCounts("memory"),
+        timeout_s=timeout_s,
+        lease_s=20.0,
+        is_async=is_async,
+        clock=clock,
+    )
+
+
+def test_a_request_whose_own_hit_grows_waits_for_one_answer(rig: Rig) -> None:
+    """Another request computes the same prompt meanwhile: in each step the engine has more of it itself."""
+    lookups = lookups_of(rig, TickClock(), is_async=True)
+    names = [bytes([place]) for place in range(100)]
+    rig.cluster.claimed = {name.hex() for name in names}
+    rig.cluster.hang("exists")
+    pools = {FIRST_RANK: rig.pool}
+    for start in range(5):
+        assert not lookups.prepare("r", [Wanted(0, names[start:], is_chain=True)], pools)
+    rig.cluster.wait_hanging(1)
+    assert rig.cluster.stores[0].calls.count("exists") == 1
+
+
+def test_a_request_that_asks_something_else_again_and_again_waits_no_longer(rig: Rig) -> None:
+    clock = TickClock()
+    lookups = lookups_of(rig, clock, timeout_s=10.0, is_async=True)
+    rig.cluster.hang("exists")
+    pools = {FIRST_RANK: rig.pool}
+    for step in range(10):
+        assert not lookups.prepare("r", [Wanted(0, [bytes([step])], is_chain=True)], pools)
+        clock.advance(1.0)
+    assert lookups.prepare("r", [Wanted(0, [b"more"], is_chain=True)], pools)
+
+
 def test_a_question_costs_what_it_asks_however_much_is_known(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,21 +306,13 @@ def test_a_question_costs_what_it_asks_however_much_is_known(
     names = [CountedHash(bytes([place // 256, place % 256])) for place in range(1000)]
     rank, pools = FIRST_RANK, {FIRST_RANK: rig.pool}
     rig.cluster.claimed = {name.hex() for name in names} | {b"new".hex()}
-    lookups = FarLookups(
-        rig.gate(),
-        lambda group_id, rank: "",
-        FarCounts("memory"),
-        timeout_s=LONG_S,
-        lease_s=20.0,
-        is_async=False,
-        clock=lambda: clock.now_s,
-    )
+    lookups = lookups_of(rig, clock)
     assert lookups.prepare("long", [Wanted(0, names, is_chain=True)], pools)
     assert lookups.knows(rank, 0, names).all()
     CountedHash.looks = 0
     assert lookups.prepare("short", [Wanted(0, [b"new"], is_chain=True)], pools)
     assert CountedHash.looks < 10
-    clock.now_s += 11.0
+    clock.advance(11.0)
     assert lookups.prepare("later", [Wanted(0, [b"new"], is_chain=True)], pools)
     assert lookups.known == 1
 

@@ -40,15 +40,35 @@ class _Question:
     lacking: Mapping[Rank, npt.NDArray[np.bool_]]
 
 
+@dataclass(frozen=True, slots=True)
+class _About:
+    """What a request wants of one cache group, in few words."""
+
+    group_id: int
+    blocks: int
+    last: bytes
+
+
 @dataclass(slots=True)
 class _Ask:
     """One request's questions, on their way or answered."""
 
-    about: object
+    about: Sequence[_About]
+    since_s: float
+    """When the request began to wait."""
     call: Call[bool] | None = None
     found: list[tuple[Rank, int, bytes]] = field(default_factory=list)
     """Grows on the gate's thread, batch by batch; what is there at the deadline counts."""
     taken: int = 0
+
+    def covers(self, about: Sequence[_About]) -> bool:
+        """Whether these blocks were asked for: the same, or the last of them, as the engine has found more of
+        a prompt itself.
+        """
+        return len(about) == len(self.about) and all(
+            new.group_id == old.group_id and new.last == old.last and new.blocks <= old.blocks
+            for new, old in zip(about, self.about, strict=True)
+        )
 
 
 class FarLookups:
@@ -81,13 +101,17 @@ class FarLookups:
 
     def prepare(self, request_id: str, wanted: Sequence[Wanted], pools: Mapping[Rank, Pool]) -> bool:
         """Whether all is known that can be by now of what the pools lack; False: ask again. The same question
-        of the same request is put to the store once, until the request is forgotten.
+        of the same request is put to the store once, until the request is forgotten. Another one, while the
+        first is not answered, has what is left of its time.
         """
-        about = [(one.group_id, len(one.block_hashes), one.block_hashes[:1]) for one in wanted]
+        about = [_about(one) for one in wanted]
         ask = self._asks.get(request_id)
-        if ask is None or ask.about != about:
+        if ask is None or not ask.covers(about):
+            since_s = self._clock()
+            if ask is not None and not self._take_in(ask):
+                since_s = ask.since_s
             questions = [question for one in wanted if (question := self._question(one, pools)) is not None]
-            ask = self._asks[request_id] = self._begin(about, questions)
+            ask = self._asks[request_id] = self._begin(about, questions, since_s)
         return self._take_in(ask)
 
     def forget(self, request_id: str) -> None:
@@ -145,15 +169,16 @@ class FarLookups:
             return None
         return _Question(wanted.group_id, wanted.block_hashes, wanted.is_chain, lacking)
 
-    def _begin(self, about: object, questions: Sequence[_Question]) -> _Ask:
-        ask = _Ask(about)
-        if not questions:
+    def _begin(self, about: Sequence[_About], questions: Sequence[_Question], since_s: float) -> _Ask:
+        ask = _Ask(about, since_s)
+        left_s = since_s + self._timeout_s - self._clock()
+        if not questions or left_s <= 0:
             return ask
 
         def answer(store: ClusterStore) -> bool:
             return all(self._answer(store, question, ask.found) for question in questions)
 
-        ask.call = self._gate.start(answer, self._timeout_s)
+        ask.call = self._gate.start(answer, left_s)
         self._counts.add("store_lookups", 1)
         return ask
 
@@ -209,6 +234,11 @@ class FarLookups:
             self._counts.add("store_lookup_failures", 1)
         ask.call = None
         return True
+
+
+def _about(wanted: Wanted) -> _About:
+    hashes = wanted.block_hashes
+    return _About(wanted.group_id, len(hashes), hashes[-1] if hashes else b"")
 
 
 def _row_batches(question: _Question, most_keys: int) -> Iterator[list[int]]:
