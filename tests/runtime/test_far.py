@@ -191,6 +191,28 @@ def test_a_removal_that_began_before_a_clear_does_not_count_for_it() -> None:
     assert len(store.removed) == 2
 
 
+# What can't go out now goes out later
+
+
+def test_objects_wait_for_a_store_that_takes_no_memory_now(rig: Rig) -> None:
+    """A pool's memory is told of with its first objects, at the moment of which the store is away."""
+    far = rig.far()
+    (store,) = rig.cluster.stores
+    refused = threading.Event()
+
+    def refuse_once(address: int, size: int) -> None:
+        store.register = registers  # type: ignore[method-assign]
+        refused.set()
+        raise StoreError("not now")
+
+    registers, store.register = store.register, refuse_once  # type: ignore[method-assign]
+    rig.put(["a"], 1)
+    far.offer(rig.pool, ["a"])
+    assert far.flush(LONG_S)
+    assert refused.is_set()
+    assert list(rig.cluster.objects) == ["a"]
+
+
 # Memory stays as long as somebody may touch it
 
 

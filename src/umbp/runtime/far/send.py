@@ -21,7 +21,7 @@ from umbp.pool.pool import Tickets
 from umbp.runtime.far.counts import FarCounts
 from umbp.runtime.far.fetch import batches
 from umbp.store import base
-from umbp.store.base import ClusterStore
+from umbp.store.base import ClusterStore, StoreError
 from umbp.store.gate import StoreGate, StoreUnavailable
 
 logger = logging.getLogger("vllm.umbp")
@@ -219,7 +219,11 @@ class Sender:
     def _send(self, parcel: _Parcel) -> Sequence[str]:
         """Put the objects that the pool still has; those that the store wants later."""
         pool = parcel.pool
-        self._tell(pool)
+        try:
+            self._tell(pool)
+        except (StoreError, SegmentError):
+            # The store is away or takes no memory now, or the pool is being resized.
+            return parcel.names
         # Each once: a store may fail at two puts of one name.
         wanted = list(dict.fromkeys(parcel.names))
         tickets, outcomes = pool.acquire(wanted)
