@@ -1,4 +1,4 @@
-"""A scripted engine in a process of its own, to be killed or to end: `far_child.py MASTER ROOT WHAT OPTIONS`.
+"""A scripted engine in a process of its own, to be killed: `far_child.py MASTER ROOT WHAT OPTIONS`.
 
 It says what it does in words on its standard output, each on a line, and reads a line where it says
 `reads`.
@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,8 +23,8 @@ KEPT, NEW = tokens(PROMPT, 1), tokens(PROMPT, 900)
 
 
 def main() -> None:
-    master, root, what, *options = sys.argv[1:]
-    engine = TimedEngine(Path(root), far_shape(master, json.loads(options[0]) if options else {}))
+    master, root, what, options = sys.argv[1:]
+    engine = TimedEngine(Path(root), far_shape(master, json.loads(options)))
     tell("up")
     DEEDS[what](engine)
 
@@ -52,22 +51,12 @@ def fetch(engine: TimedEngine) -> None:
     threading.Event().wait()
 
 
-def end(engine: TimedEngine) -> None:
-    """Serve, and end as engines do; how long that took, in seconds."""
-    engine.serve(KEPT)
-    listen()
-    begun_s = time.monotonic()
-    engine.serve(NEW)
-    engine.close()
-    tell(f"closed {time.monotonic() - begun_s:.1f}")
-
-
 def listen() -> None:
     tell("reads")
     sys.stdin.readline()
 
 
-DEEDS: dict[str, Callable[[TimedEngine], None]] = {"send": send, "fetch": fetch, "end": end}
+DEEDS: dict[str, Callable[[TimedEngine], None]] = {"send": send, "fetch": fetch}
 
 
 if __name__ == "__main__":
