@@ -6,6 +6,7 @@ The engines check every byte in every step; the store is in memory, and hangs, b
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -311,8 +312,51 @@ def test_what_was_fetched_for_a_request_that_has_gone_is_told(start: Start, clus
     request = second.add(tokens(PROMPT), 1)
     while not cluster_gets(cluster):
         second.step()
+    cluster.wait_hanging(1)
     second.abort(request.request_id)
     cluster.go_on()
     second.drain()
     second.step()
     assert told(second, request) == in_pools(second, request) == [True] * 10
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("objects", [14, 500], ids=["evicting", "roomy"])
+@RANKS
+def test_at_any_quiet_point_the_events_are_what_the_pools_have(
+    start: Start, cluster: MemoryCluster, ranks: int, objects: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    nodes = [
+        start({"capacity_bytes": objects * 4096}, ranks=ranks, blocks=40, tells_events=True) for _ in range(2)
+    ]
+    requests: list[Request] = []
+    for engine, node in nodes:
+        requests.append(engine.run(tokens(64), 1))
+        node.flush()
+    for _ in range(15):
+        engine, node = rng.choice(nodes)
+        what = rng.choices(["run", "abort", "forget", "lose", "clear"], [6, 3, 3, 2, 1])[0]
+        if what in ("run", "abort"):
+            made = [
+                engine.add(tokens(rng.choice([64, 100, 150]), rng.randint(0, 3)), rng.choice([1, 20]))
+                for _ in range(rng.randint(1, 3))
+            ]
+            requests += made
+            if what == "abort":
+                for _ in range(rng.randint(0, 3)):
+                    engine.step()
+                engine.abort(rng.choice(made).request_id)
+        elif what == "forget":
+            engine.forget_prefixes()
+        elif what == "lose":
+            for key in rng.sample(list(cluster.objects), min(3, len(cluster.objects))):
+                rng.choice([cluster.damage, cluster.objects.pop])(key)
+        else:
+            assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+        engine.drain()
+        node.flush()
+        engine.step()
+        for request in requests:
+            assert told(engine, request) == in_pools(engine, request)
+    assert cluster_gets(cluster)
