@@ -12,6 +12,7 @@ SANITIZE_SECONDS ?= 10
 DAMAGE_ROUNDS ?= 3000
 SEED ?=
 LIFE ?=
+FAR ?=
 BIN := .venv/bin
 NATIVE_SOURCES = $(shell find native tests/native -path '*/third_party' -prune -o -name '*.[ch]pp' -print -o -name '*.h' -print)
 OTHER_VLLM := .venv-vllm033/bin/python
@@ -69,8 +70,8 @@ setup-vllm033: setup  ## build .venv-vllm033: vLLM 0.33's Python files over the 
 setup-mooncake: setup  ## install Mooncake Store, where `make setup` could not (libraries as root on Debian)
 	@scripts/setup_mooncake.sh
 
-soak: setup  ## random lives of engines over failing, dying pools (STEPS=1000000, SEED=n to repeat a run)
-	@$(BIN)/python tests/connector/walk_soak.py --steps $(STEPS) $(if $(SEED),--seed $(SEED)) $(if $(LIFE),--life $(LIFE))
+soak: setup  ## random lives of engines over failing, dying pools (STEPS=1000000, SEED=n to repeat a run, FAR=1 with a store)
+	@$(BIN)/python tests/connector/walk_soak.py --steps $(STEPS) $(if $(FAR),--far) $(if $(SEED),--seed $(SEED)) $(if $(LIFE),--life $(LIFE))
 
 stories: setup  ## stories of engines, whose failing ones are told in their fewest acts (STORIES=1000, SEED=n)
 	@$(BIN)/python tests/connector/walk_soak.py --stories $(STORIES) $(if $(SEED),--seed $(SEED))

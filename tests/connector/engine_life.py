@@ -84,7 +84,7 @@ class EngineLife:
         self._folder = folder
         self._ended: set[str] = set()
         self._ids = itertools.count()
-        self.pool = WatchedRuntime(make_pool(nature.pool, nature.objects, folder))
+        self.pool = WatchedRuntime(self._make_pool())
         self._table_key = f"life {id(self)}"
         scripted_runtime.TABLE[self._table_key] = self._runtime(around)
         extra = {"mode": scripted_runtime.MODE, "plugin_options": {"runtime": self._table_key}}
@@ -93,6 +93,9 @@ class EngineLife:
         self._count_admissions()
         use_clock(self.engine, self.clock)
         self.doubts = Doubts(self.engine.connector.scheduler_side, self.clock)
+
+    def _make_pool(self) -> IUMBPRuntime:
+        return make_pool(self.nature.pool, self.nature.objects, self._folder)
 
     def _runtime(self, around: Around) -> IUMBPRuntime:
         nature = self.nature

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -47,6 +47,8 @@ ACTS = {
 class Walk:
     """One life, of which `random` decides everything."""
 
+    acts: Mapping[str, float] = ACTS
+
     def __init__(self, random: Random, life: EngineLife) -> None:
         self.random = random
         self.life = life
@@ -56,9 +58,13 @@ class Walk:
     def step(self) -> None:
         self.life.pass_time(self.random.choice([0.0, 0.3, 1.0]))
         for _ in range(self.random.choice([0, 1, 1, 2])):
-            (what,) = self.random.choices(list(ACTS), list(ACTS.values()))
+            (what,) = self.random.choices(list(self.acts), list(self.acts.values()))
             self.done[what] += getattr(self, f"_{what}")()
         self.life.step(self._in_the_middle)
+        self.check()
+
+    def check(self) -> None:
+        """What holds after every step."""
         check_accounts(self.life)
 
     def end(self) -> None:
@@ -170,10 +176,11 @@ class Walk:
 class LifeError(AssertionError):
     """A life went wrong."""
 
-    def __init__(self, seed: int, life: int, steps: int, at: int, story: str) -> None:
+    def __init__(self, seed: int, life: int, steps: int, at: int, story: str, *, what: str = "") -> None:
+        """`what`: which kind of lives, as `make soak` is told of it."""
         super().__init__(f"seed {seed}, life {life}, step {at}: {story}")
         self.life = life
-        self.replay = f"make soak STEPS={steps} SEED={seed} LIFE={life}"
+        self.replay = f"make soak {what}STEPS={steps} SEED={seed} LIFE={life}"
 
 
 def in_words(error: Exception) -> str:

@@ -28,12 +28,14 @@ REPORT_S = 10.0
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--far", action="store_true", help="lives with a cluster store behind the pools")
     parser.add_argument("--stories", type=int, default=0)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--life", type=int, default=0)
     chosen = parser.parse_args()
     print(f"seed {chosen.seed}", flush=True)
 
+    import far_walk
     import random_walk
     import scripted_runtime
 
@@ -58,7 +60,8 @@ def main() -> int:
             print(dict(tell_stories(Path(folder), chosen.stories, seed=chosen.seed)))
             return 0
         try:
-            told = random_walk.walk_lives(chosen.seed, chosen.steps, Path(folder), first=chosen.life, say=say)
+            walk = far_walk.walk_far_lives if chosen.far else random_walk.walk_lives
+            told = walk(chosen.seed, chosen.steps, Path(folder), first=chosen.life, say=say)
         except random_walk.LifeError as failure:
             traceback.print_exc()
             print(f"\n{failure}\nagain with: {failure.replay}", file=sys.stderr)
