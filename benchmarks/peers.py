@@ -14,6 +14,7 @@ from pathlib import Path
 from e2e import models
 from e2e.harness import EngineSpec
 from umbp.cli.bench import mooncake
+from umbp.testing.stores.servers import start_node
 
 ENGINE_BLOCKS = 200
 MAX_MODEL_TOKENS = 4096
@@ -26,6 +27,8 @@ class System:
 
     name: str
     spec: EngineSpec
+    outlives: bool = False
+    """Whether what one engine has stored is there for another one that comes after it."""
 
 
 def spec(
@@ -63,36 +66,74 @@ def umbp_standalone(folder: Path) -> Iterator[System]:
             "pool_dir": pool_dir,
             "capacity_bytes": 2 * POOL_BYTES,
         }
-        yield System("UMBP, standalone", spec(connector=tuple(options.items())))
+        yield System("UMBP, standalone", spec(connector=tuple(options.items())), outlives=True)
+
+
+@contextlib.contextmanager
+def cluster(folder: Path) -> Iterator[str]:
+    """A Mooncake master on the loopback and a process that keeps objects for it; where the master listens."""
+    with mooncake.master(folder / "mooncake-master.log") as port:
+        master = f"127.0.0.1:{port}"
+        node = start_node(master, 2 * POOL_BYTES, folder / "mooncake-node.log")
+        try:
+            yield master
+        finally:
+            node.kill()
+
+
+@contextlib.contextmanager
+def umbp_distributed(folder: Path) -> Iterator[System]:
+    """A pool of each engine's own, and behind it the cluster, over TCP."""
+    with cluster(folder) as master:
+        options = {
+            "mode": "distributed",
+            "store": "mooncake",
+            "store_options": {"master": master},
+            "capacity_bytes": POOL_BYTES,
+        }
+        yield System("UMBP, distributed", spec(connector=tuple(options.items())), outlives=True)
+
+
+@contextlib.contextmanager
+def mooncake_cluster(folder: Path) -> Iterator[System]:
+    """vLLM's MooncakeStoreConnector, its pool in another process, over TCP."""
+    with cluster(folder) as master:
+        settings = {"mode": "standalone-store", "global_segment_size": 0}
+        yield mooncake_system("Mooncake Store, in another process", folder, master, settings, outlives=True)
 
 
 @contextlib.contextmanager
 def mooncake_embedded(folder: Path) -> Iterator[System]:
     """vLLM's MooncakeStoreConnector, its pool in the worker's process, its master on the loopback."""
     with mooncake.master(folder / "mooncake-master.log") as port:
-        config = folder / "mooncake.json"
-        settings = {
-            "mode": "embedded",
-            "metadata_server": "P2PHANDSHAKE",
-            "master_server_address": f"127.0.0.1:{port}",
-            "protocol": "tcp",
-            "device_name": "",
-            "global_segment_size": POOL_BYTES,
-            "local_buffer_size": 256 << 20,
-        }
-        config.write_text(json.dumps(settings))
-        yield System(
-            "Mooncake Store, in the worker's process",
-            spec(
-                transfer=(
-                    ("kv_connector", "MooncakeStoreConnector"),
-                    ("kv_role", "kv_both"),
-                    ("kv_load_failure_policy", "recompute"),
-                ),
-                environment=(
-                    ("MOONCAKE_CONFIG_PATH", str(config)),
-                    ("MC_TCP_BIND_ADDRESS", "127.0.0.1"),
-                    ("VLLM_HOST_IP", "127.0.0.1"),
-                ),
-            ),
+        settings = {"mode": "embedded", "global_segment_size": POOL_BYTES}
+        yield mooncake_system(
+            "Mooncake Store, in the worker's process", folder, f"127.0.0.1:{port}", settings, outlives=False
         )
+
+
+def mooncake_system(
+    name: str, folder: Path, master: str, settings: dict[str, object], *, outlives: bool
+) -> System:
+    config = folder / "mooncake.json"
+    common = {
+        "metadata_server": "P2PHANDSHAKE",
+        "master_server_address": master,
+        "protocol": "tcp",
+        "device_name": "",
+        "local_buffer_size": 256 << 20,
+    }
+    config.write_text(json.dumps(common | settings))
+    found = spec(
+        transfer=(
+            ("kv_connector", "MooncakeStoreConnector"),
+            ("kv_role", "kv_both"),
+            ("kv_load_failure_policy", "recompute"),
+        ),
+        environment=(
+            ("MOONCAKE_CONFIG_PATH", str(config)),
+            ("MC_TCP_BIND_ADDRESS", "127.0.0.1"),
+            ("VLLM_HOST_IP", "127.0.0.1"),
+        ),
+    )
+    return System(name, found, outlives)

