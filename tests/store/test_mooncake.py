@@ -92,6 +92,22 @@ def test_ranges_under_way_are_bounded_and_a_batch_larger_than_all_goes_alone() -
         room.audit()
 
 
+def test_when_the_interpreter_ends_nobody_is_let_in_and_whoever_is_inside_is_waited_for() -> None:
+    """Scenario: a thread came out of Mooncake when the interpreter was gone, which aborted the process."""
+    inside = mooncake_client.Inside()
+    with ThreadPoolExecutor(1) as pool:
+        with inside.call() as is_let_in:
+            assert is_let_in
+            ending = pool.submit(inside.end)
+            while not inside.is_over:
+                threading.Event().wait(0.001)
+            with inside.call() as is_let_in_late:
+                assert not is_let_in_late
+            assert not ending.done()
+        ending.result(timeout=10)
+    inside.audit()
+
+
 def test_the_operators_limits_of_time_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "7")
     monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "")
