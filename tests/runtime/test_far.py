@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +17,14 @@ from umbp.data import BlockIdentityCodec, BlockTransferPlan, KVLayoutDescriptor,
 from umbp.data import UMBPNamespace as Namespace
 from umbp.errors import SegmentError
 from umbp.options import parse_options
-from umbp.pool import Pool
+from umbp.pool import SEAL_BYTES, Pool
 from umbp.runtime.base import Wanted
 from umbp.runtime.far.counts import FarCounts
 from umbp.runtime.far.lookup import FarLookups
 from umbp.runtime.far.registry import RegisteredPools
 from umbp.runtime.far.scheduler import Clearing
 from umbp.runtime.far.send import Debts, Sender
+from umbp.runtime.far.turns import Turns
 from umbp.runtime.far.worker import WorkerFar
 from umbp.runtime.moves import Move
 from umbp.runtime.pool_worker import PoolWorkerHandle
@@ -260,7 +262,7 @@ def test_a_pool_s_size_is_held_once_and_given_back_with_it() -> None:
 def test_a_fetch_waits_for_the_store_to_take_memory_no_longer_than_for_anything_else(rig: Rig) -> None:
     far = rig.far(timeout_s=0.05)
     rig.cluster.hang("register")
-    move = Move(BlockRuns.from_columns([1 << 20], [SIZE], [SIZE], [0], 1), ["a"], [0], ["a"])
+    move = _move(["a"])
     for _ in range(2):
         brought = far.fetch(rig.pool, rig.ns, move, far.deadline_s())
         assert not brought.is_held.any()
@@ -386,3 +388,68 @@ def test_no_store_waits_for_a_pool_to_be_left(rig: Rig) -> None:
     assert job.completed_keys == {plan_of(2).key}
     rig.cluster.go_on()
     worker.close()
+
+
+# No more at once than is of use
+
+
+def test_turns_come_in_the_order_of_the_line_and_so_many_at_once() -> None:
+    turns = Turns(2)
+    first, second, third = (turns.line_up() for _ in range(3))
+    assert first.wait(0)
+    assert second.wait(0)
+    assert not third.wait(0)
+    second.end()
+    second.end()
+    assert third.wait(0)
+    assert not second.wait(0), "it has left the line"
+    first.end()
+    third.end()
+    turns.audit()
+
+
+def test_what_is_sent_goes_out_in_its_order_and_holds_two_batches_of_the_pool() -> None:
+    rig = Rig(replace(TRAITS, most_objects=16, most_bytes=2 * (SIZE + SEAL_BYTES)))
+    names = [f"n{number:02d}" for number in range(20)]
+    rig.put(names, 7)
+    far = rig.far()
+    rig.cluster.hang("put")
+    far.offer(rig.pool, names)
+    rig.cluster.wait_hanging(1)
+    assert rig.pool.stats()["pinned"] <= 4, "one batch is put, and one is sealed"
+    (store,) = rig.cluster.stores
+    assert store.calls.count("put") == 1
+    rig.cluster.go_on()
+    assert far.flush(LONG_S)
+    assert list(rig.cluster.objects) == names
+    assert rig.pool.stats()["pinned"] == 0
+    assert far.close()
+    rig.close()
+
+
+def test_gets_of_one_process_come_one_by_one_where_more_are_of_no_use(rig: Rig) -> None:
+    far = rig.far()
+    names = [f"n{number}" for number in range(4)]
+    rig.put(names, 7)
+    far.offer(rig.pool, names)
+    assert far.flush(LONG_S)
+    rig.pool.remove(names)
+    rig.cluster.hang("get")
+    with ThreadPoolExecutor(4) as threads:
+        deadline_s = far.deadline_s()
+        fetches = [threads.submit(far.fetch, rig.pool, rig.ns, _move([name]), deadline_s) for name in names]
+        rig.cluster.wait_hanging(1)
+        (store,) = rig.cluster.stores
+        assert store.calls.count("get") == 1
+        rig.cluster.go_on()
+        for fetch in fetches:
+            brought = fetch.result(LONG_S)
+            assert brought.is_held.all(), brought.error
+            rig.pool.release(brought.tickets)
+    assert store.calls.count("get") == 4
+    assert far.close()
+
+
+def _move(names: Sequence[str]) -> Move:
+    runs = BlockRuns.from_columns([1 << 20], [SIZE], [SIZE], [0], len(names))
+    return Move(runs, names, range(len(names)), names)

@@ -57,6 +57,8 @@ class StoreTraits:
     """Whether the same connection works again by itself when the store is back. It is then better kept than
     replaced: what it offered to others stays theirs.
     """
+    calls_at_once: int = 1
+    """So many gets, and so many puts, of one process are under way together: more bring nothing."""
 
 
 @runtime_checkable

@@ -2,8 +2,8 @@
 
 What is measured is the way of every engine: `put` from the offer until the store has all, seals and all,
 `get` from the question until all lie in the pool, checked, published and held. The reference, in every round
-beside it, is the bare client on as many objects of its own, in calls as large as are safe. `put_ranges` and
-`get_ranges` are that client too, with 32 ranges an object.
+beside it, is the bare client on as many objects of its own, as long as a payload with its seal is, in calls
+as large as are safe. `_unsealed` is that client with the payloads alone, and `_ranges` with 32 ranges each.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def command(
     """
     if (objects is None) != (object_bytes is None):
         raise click.UsageError("--objects and --object-bytes go together")
-    shapes = SMALL_SHAPES if small else SHAPES
+    shapes: Sequence[tuple[int, int]] = SMALL_SHAPES if small else SHAPES
     if objects is not None and object_bytes is not None:
         shapes = ((objects, object_bytes),)
     report = measure(
@@ -110,7 +110,8 @@ def measure(
     """
     notes = [
         "ratio_to_bare_client is speed over that of the store's own client in the same round, their median.",
-        f"_ranges: the bare client with {RANGES} ranges an object, against itself with one.",
+        f"The bare client's objects have {SEAL_BYTES} bytes for a seal as well. Against itself: _unsealed,",
+        f"which are the payloads alone, and _ranges, those in {RANGES} ranges each.",
         "near_lookup: all keys are in the pool. round_trips are counted at the store.",
     ]
     results: list[Row] = []
@@ -148,6 +149,7 @@ class _Setting:
     namespace_id: int
     far: WorkerFar
     move: Move
+    content: npt.NDArray[np.uint8]
     bare: BareClient
     bare_names: list[str]
     addresses: list[int]
@@ -161,7 +163,7 @@ class _Setting:
         if not self.far.flush(TIMEOUT_MS / 1000):
             raise InvariantError("the objects did not go out in time")
 
-    def get(self) -> Callable[[], None]:
+    def get(self) -> Callable[[], object]:
         """Fetch all into the pool, which has none; what gives them back afterwards."""
         brought = self.far.fetch(self.pool, self.namespace_id, self.move, self.far.deadline_s())
         if not brought.is_held.all():
@@ -171,24 +173,24 @@ class _Setting:
 
 def _rows(objects: int, object_bytes: int, options: Options, where: str, rounds: int) -> Iterator[Row]:
     with _setting(objects, object_bytes, options, where) as at:
-        cases: list[tuple[str, Callable[[], dict[str, float]]]] = [
-            ("", partial(_by_umbp, at)),
-            ("bare ", partial(_by_bare, at)),
-        ]
+        cases: dict[str, Callable[[], dict[str, float]]] = {
+            "": partial(_by_umbp, at),
+            "bare": partial(_by_bare, at, at.object_bytes + SEAL_BYTES),
+            "unsealed": partial(_by_bare, at, at.object_bytes),
+        }
         if at.bare.most_ranges:
-            cases.append(("ranges ", partial(_by_ranges, at)))
-        seconds: dict[str, list[float]] = {}
+            cases["ranges"] = partial(_by_ranges, at)
+        seconds: dict[tuple[str, str], list[float]] = {}
         for number in range(rounds + 1):
             # Each case comes first, last and between equally often.
-            for name, case in itertools.islice(itertools.cycle(cases), number, number + len(cases)):
-                for op, per_byte_s in case().items():
+            for name in itertools.islice(itertools.cycle(cases), number, number + len(cases)):
+                for op, per_byte_s in cases[name]().items():
                     if number:  # the first round warms up
-                        seconds.setdefault(name + op, []).append(per_byte_s)
+                        seconds.setdefault((name, op), []).append(per_byte_s)
         times = {name: Times(tuple(each)) for name, each in seconds.items()}
-        for op in ("put", "get"):
-            yield _row(at, op, times[op], times[f"bare {op}"])
-        for op in ("put", "get") if at.bare.most_ranges else ():
-            yield _row(at, f"{op}_ranges", times[f"ranges {op}"], times[f"bare {op}"])
+        for name in cases:
+            for op in ("put", "get") if name != "bare" else ():
+                yield _row(at, f"{op}_{name}" if name else op, times[name, op], times["bare", op])
 
 
 def _row(at: _Setting, op: str, found: Times, bare: Times) -> Row:
@@ -206,7 +208,9 @@ def _row(at: _Setting, op: str, found: Times, bare: Times) -> Row:
 
 
 def _by_umbp(at: _Setting) -> dict[str, float]:
-    """Out of the pool and back into it, which is as it was afterwards; the store too."""
+    """Out of the pool, which has just got them, so that they have no seals yet, and back into it."""
+    at.pool.remove(at.names)
+    _fill(at.pool, at.names, at.object_bytes, at.content)
     _, put_s = timed(at.put)
     require(at.pool.remove(at.names), Outcome.REMOVED)
     release, get_s = timed(at.get)
@@ -215,9 +219,9 @@ def _by_umbp(at: _Setting) -> dict[str, float]:
     return {"put": put_s / at.total_bytes, "get": get_s / at.total_bytes}
 
 
-def _by_bare(at: _Setting) -> dict[str, float]:
-    _, put_s = timed(partial(at.bare.put, at.bare_names, at.addresses, at.object_bytes))
-    _, get_s = timed(partial(at.bare.get, at.bare_names, at.addresses, at.object_bytes))
+def _by_bare(at: _Setting, size: int) -> dict[str, float]:
+    _, put_s = timed(partial(at.bare.put, at.bare_names, at.addresses, size))
+    _, get_s = timed(partial(at.bare.get, at.bare_names, at.addresses, size))
     at.bare.remove(at.bare_names)
     return {"put": put_s / at.total_bytes, "get": get_s / at.total_bytes}
 
@@ -244,13 +248,13 @@ def _setting(objects: int, object_bytes: int, options: Options, where: str) -> I
         [f"umbp:vllm:v1:{namespace}:{whose}:{secrets.token_hex(HASH_BYTES)}" for _ in range(objects)]
         for whose in ("pool", "bare")
     )
-    content = np.frombuffer(mmap.mmap(-1, objects * object_bytes), np.uint8)
+    stride = object_bytes + SEAL_BYTES
+    content = np.frombuffer(mmap.mmap(-1, objects * stride), np.uint8)
     content[:] = np.resize(np.random.default_rng(1).integers(0, 256, 65_521, np.uint8), content.size)
     address = int(content.ctypes.data)
     traits = create_store(options, serves_memory=False).traits
     with contextlib.ExitStack() as ending:
         pool = ending.enter_context(make_pool(objects, object_bytes))
-        namespace_id = _fill(pool, names, object_bytes, content)
         far = WorkerFar(
             partial(_gate, traits.name, options),
             traits,
@@ -263,7 +267,7 @@ def _setting(objects: int, object_bytes: int, options: Options, where: str) -> I
             names=names,
             object_bytes=object_bytes,
             pool=pool,
-            namespace_id=namespace_id,
+            namespace_id=pool.namespace("bench"),
             far=far,
             move=Move(
                 BlockRuns.from_columns([address], [object_bytes], [object_bytes], [0], objects),
@@ -272,9 +276,10 @@ def _setting(objects: int, object_bytes: int, options: Options, where: str) -> I
                 names,
                 [None, *names[:-1]],
             ),
+            content=content,
             bare=ending.enter_context(bare_client(store, where, address, content.size)),
             bare_names=bare_names,
-            addresses=[address + row * object_bytes for row in range(objects)],
+            addresses=[address + row * stride for row in range(objects)],
         )
 
 
@@ -284,13 +289,10 @@ def _gate(name: str, options: Options, before_return: Callable[..., bool]) -> St
     return gate
 
 
-def _fill(pool: Pool, names: list[str], object_bytes: int, content: npt.NDArray[np.uint8]) -> int:
-    """Publish the objects, each with its part of the content; the namespace's number."""
-    namespace_id = pool.namespace("bench")
-    tickets, outcomes = pool.reserve(namespace_id, names, object_bytes, [None, *names[:-1]])
+def _fill(pool: Pool, names: list[str], object_bytes: int, content: npt.NDArray[np.uint8]) -> None:
+    """Publish the objects, each with its part of the content."""
+    tickets, outcomes = pool.reserve(pool.namespace("bench"), names, object_bytes, [None, *names[:-1]])
     require(outcomes, Outcome.RESERVED)
-    for row, address in enumerate(pool.payload(tickets)[0].tolist()):
-        part = content[row * object_bytes : (row + 1) * object_bytes]
+    for address, part in zip(pool.payload(tickets)[0].tolist(), content.reshape(len(names), -1), strict=True):
         ctypes.memmove(address, part.ctypes.data, object_bytes)
     require(pool.publish(tickets), Outcome.PUBLISHED)
-    return namespace_id

@@ -16,6 +16,7 @@ from umbp.errors import SegmentError
 from umbp.pool import Outcome, Pool, SealStatus
 from umbp.pool.pool import Tickets
 from umbp.runtime.far.counts import FarCounts
+from umbp.runtime.far.turns import Turn, Turns
 from umbp.runtime.moves import Move
 from umbp.store import base
 from umbp.store.base import ClusterStore
@@ -23,9 +24,6 @@ from umbp.store.gate import Call, StoreGate, StoreUnavailable
 
 OTHERS_S = 0.25
 """How long another process is waited for, which may be fetching an object, or storing it."""
-
-CALLS_AT_ONCE = 2
-"""Batches of one fetch that are under way together: while one is checked the next one comes."""
 
 FIRST_PAUSE_S = 0.001
 LONGEST_PAUSE_S = 0.02
@@ -50,6 +48,15 @@ class Brought:
         return cls(np.zeros(count, dtype=np.uint64), np.zeros(count, dtype=np.bool_), error)
 
 
+@dataclass(frozen=True, slots=True)
+class _Get:
+    """A batch on its way: its rows, its turn, which ends when the store has answered, and the answer."""
+
+    part: slice
+    turn: Turn
+    call: Call[Sequence[base.Outcome]]
+
+
 class Fetcher:
     """Brings objects of one namespace into one pool. Threads may call it side by side, for the same names
     too: one of them fetches, the others wait for it.
@@ -59,6 +66,7 @@ class Fetcher:
         self,
         gate: StoreGate,
         traits: base.StoreTraits,
+        turns: Turns,
         pool: Pool,
         namespace_id: int,
         counts: FarCounts,
@@ -69,6 +77,7 @@ class Fetcher:
     ) -> None:
         self._gate = gate
         self._traits = traits
+        self._turns = turns
         self._pool = pool
         self._namespace_id = namespace_id
         self._counts = counts
@@ -154,58 +163,69 @@ class Fetcher:
         """
         addresses, lengths = self._pool.sealed_ranges(tickets)
         is_done = np.zeros(len(names), dtype=np.bool_)
-        calls: deque[tuple[slice, Call[Sequence[base.Outcome]]]] = deque()
+        gets: deque[_Get] = deque()
         error: str | None = None
-        parts = batches(lengths, self._traits)
+        begun = 0
         try:
-            for part in parts:
-                calls.append(
-                    (
-                        part,
-                        self._start(names[part], addresses[part], lengths[part], tickets[part], deadline_s),
+            for part in batches(lengths, self._traits):
+                turn = self._turns.line_up()
+                if not turn.wait(deadline_s - self._clock()):
+                    turn.end()
+                    error = f"{LossReason.BUSY}: others were still fetching"
+                    break
+                # While this one is under way, those that have come are checked.
+                begun = part.stop
+                gets.append(
+                    self._start(
+                        part, turn, names[part], addresses[part], lengths[part], tickets[part], deadline_s
                     )
                 )
-                if len(calls) >= CALLS_AT_ONCE:
-                    error = self._end(names, tickets, is_done, *calls.popleft()) or error
-            while calls:
-                error = self._end(names, tickets, is_done, *calls.popleft()) or error
+                if len(gets) > self._traits.calls_at_once:
+                    error = self._end(names, tickets, is_done, gets.popleft()) or error
+            while gets:
+                error = self._end(names, tickets, is_done, gets.popleft()) or error
         finally:
-            for _, call in calls:
-                call.give_up()
+            for each in gets:
+                each.call.give_up()
+            self._pool.abandon(tickets[begun:])
         return is_done, error
 
     def _end(
-        self,
-        names: Sequence[str],
-        tickets: Tickets,
-        is_done: npt.NDArray[np.bool_],
-        part: slice,
-        call: Call[Sequence[base.Outcome]],
+        self, names: Sequence[str], tickets: Tickets, is_done: npt.NDArray[np.bool_], get: _Get
     ) -> str | None:
         try:
-            outcomes = call.result()
+            outcomes = get.call.result()
         except StoreUnavailable as unavailable:
             return f"{LossReason.GONE}: {unavailable}"
+        finally:
+            get.turn.end()
+        part = get.part
         is_done[part], error = self._admit(names[part], tickets[part], outcomes)
         return error
 
     def _start(
         self,
+        part: slice,
+        turn: Turn,
         names: Sequence[str],
         addresses: npt.NDArray[np.uint64],
         lengths: npt.NDArray[np.uint64],
         tickets: Tickets,
         deadline_s: float,
-    ) -> Call[Sequence[base.Outcome]]:
+    ) -> _Get:
         def get(store: ClusterStore) -> Sequence[base.Outcome]:
-            return store.get(names, addresses.tolist(), lengths.tolist())
+            try:
+                return store.get(names, addresses.tolist(), lengths.tolist())
+            finally:
+                turn.end()
 
         def late(_: object) -> None:
             # Until now the store could write to these slots.
+            turn.end()
             with contextlib.suppress(SegmentError):
                 self._pool.abandon(tickets)
 
-        return self._gate.start(get, max(deadline_s - self._clock(), 0.0), late)
+        return _Get(part, turn, self._gate.start(get, max(deadline_s - self._clock(), 0.0), late))
 
     def _admit(
         self, names: Sequence[str], tickets: Tickets, outcomes: Sequence[base.Outcome]

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +22,11 @@ from umbp.runtime.moves import Move
 
 logger = logging.getLogger("vllm.umbp")
 
-THREADS = 4
+LOADS_AT_ONCE = 4
 """So many loads of a worker fetch side by side; further ones wait for their turn."""
+
+PARTS_AT_ONCE = 2
+"""So many parts of one load: while one is checked and published the store brings the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,24 @@ class Missing:
     """These rows alone."""
 
 
+@dataclass(slots=True)
+class _Load:
+    """What a load still lacks. The threads that fetch for it take parts from the front; the last of them to
+    find none ends the load.
+    """
+
+    job: TransferJobState
+    moves: Sequence[Moved]
+    missing: deque[Missing]
+    mover: ObjectMover
+    fence: object
+    deadline_s: float
+    done: Future[None]
+    threads: int
+    copies: list[Future[None]] = field(default_factory=list)
+    error: str | None = None
+
+
 class FarLoads:
     """Ends loads whose objects are partly in the store. Every job gets its outcome and its future its end,
     whatever happens.
@@ -43,7 +65,7 @@ class FarLoads:
     def __init__(self, far: FarSide, lane: Lane) -> None:
         self._far = far
         self._lane = lane
-        self._threads = ThreadPoolExecutor(THREADS, "umbp-fetch")
+        self._threads = ThreadPoolExecutor(LOADS_AT_ONCE * PARTS_AT_ONCE, "umbp-fetch")
         self._lock = threading.Lock()
         self._unfinished: set[Future[None]] = set()
 
@@ -58,12 +80,17 @@ class FarLoads:
         done: Future[None],
     ) -> None:
         """Fetch and copy what is missing, then settle the job and end `done`."""
+        threads = min(PARTS_AT_ONCE, len(missing))
+        load = _Load(job, moves, deque(missing), mover, fence, deadline_s, done, threads)
         with self._lock:
             self._unfinished.add(done)
-        try:
-            self._threads.submit(self._run, job, moves, missing, mover, fence, deadline_s, done)
-        except RuntimeError:  # closed meanwhile
-            self._end(job, moves, "the handle is closed", done)
+        for _ in range(threads):
+            try:
+                self._threads.submit(self._run, load)
+            except RuntimeError:  # closed meanwhile
+                load.missing.clear()
+                load.error = "the handle is closed"
+                self._leave(load)
 
     def unfinished(self) -> list[Future[None]]:
         """The loads that have been handed over and have not ended."""
@@ -74,37 +101,35 @@ class FarLoads:
         """Return when all have ended, which their deadlines see to."""
         self._threads.shutdown(wait=True)
 
-    def _run(
-        self,
-        job: TransferJobState,
-        moves: Sequence[Moved],
-        missing: Sequence[Missing],
-        mover: ObjectMover,
-        fence: object,
-        deadline_s: float,
-        done: Future[None],
-    ) -> None:
-        error = None
-        copies: list[Future[None]] = []
+    def _run(self, load: _Load) -> None:
+        mover = load.mover
         try:
-            for part in missing:
-                brought = self._far.fetch(mover.pool, mover.namespace_id, part.move, deadline_s)
-                copies.append(self._lane.start(_copy(part, brought, mover, fence)))
+            while (part := self._next(load)) is not None:
+                brought = self._far.fetch(mover.pool, mover.namespace_id, part.move, load.deadline_s)
+                load.copies.append(self._lane.start(_copy(part, brought, mover, load.fence)))
         except Exception as broken:
             # The top of the thread: an outcome for every key that has none, and one line in the log.
-            logger.exception("UMBP: fetching for a load of %d objects broke", len(job.keys))
-            error = str(broken)
-        for copy in copies:
-            copy.result()
-        self._end(job, moves, error, done)
+            logger.exception("UMBP: fetching for a load of %d objects broke", len(load.job.keys))
+            load.error = str(broken)
+            load.missing.clear()
+        self._leave(load)
 
-    def _end(
-        self, job: TransferJobState, moves: Sequence[Moved], error: str | None, done: Future[None]
-    ) -> None:
-        settle(job, moves, error)
+    def _next(self, load: _Load) -> Missing | None:
         with self._lock:
-            self._unfinished.discard(done)
-        done.set_result(None)
+            return load.missing.popleft() if load.missing else None
+
+    def _leave(self, load: _Load) -> None:
+        """A thread has done its part of a load; the last one ends it."""
+        with self._lock:
+            load.threads -= 1
+            if load.threads:
+                return
+        for copy in load.copies:
+            copy.result()
+        settle(load.job, load.moves, load.error)
+        with self._lock:
+            self._unfinished.discard(load.done)
+        load.done.set_result(None)
 
 
 def _copy(part: Missing, brought: Brought, mover: ObjectMover, fence: object) -> Iterator[None]:

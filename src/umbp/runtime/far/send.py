@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ from umbp.pool import Outcome, Pool
 from umbp.pool.pool import Tickets
 from umbp.runtime.far.counts import FarCounts
 from umbp.runtime.far.fetch import batches
+from umbp.runtime.far.turns import Turn, Turns
 from umbp.store import base
 from umbp.store.base import ClusterStore, StoreError
 from umbp.store.gate import StoreGate, StoreUnavailable
@@ -39,6 +40,9 @@ LONGEST_PAUSE_S = 2.0
 
 REMOVE_TIMEOUT_S = 5.0
 
+SPARE_THREADS = 1
+"""While a batch is put the next one is sealed."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Parcel:
@@ -47,6 +51,19 @@ class _Parcel:
     pool: Pool
     names: Sequence[str]
     tries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Held objects, as many as go in one put, and its turn."""
+
+    pool: Pool
+    names: Sequence[str]
+    tickets: Tickets
+    addresses: npt.NDArray[np.uint64]
+    lengths: npt.NDArray[np.uint64]
+    tries: int
+    turn: Turn
 
 
 class Debts:
@@ -85,8 +102,8 @@ class Debts:
 
 
 class Sender:
-    """One thread. Objects go out in the order in which they were offered, so prefixes before what builds on
-    them; when too many wait the newest are dropped.
+    """Objects go out in the order in which they were offered, so prefixes before what builds on them; when
+    too many wait the newest are dropped. Threads: as many as put at once, and one that seals meanwhile.
     """
 
     def __init__(
@@ -114,10 +131,18 @@ class Sender:
         self._change = threading.Condition()
         self._parcels: deque[_Parcel] = deque()
         self._waiting = 0
-        self._sending: Pool | None = None
+        self._on_their_way: Counter[Pool] = Counter()
+        """Parcels and batches that threads have in their hands."""
         self._closes_at_s: float | None = None
-        self._thread = threading.Thread(target=self._run, name="umbp-send", daemon=True)
-        self._thread.start()
+        self._pause_s = FIRST_PAUSE_S
+        self._taking = threading.Lock()
+        self._turns = Turns(traits.calls_at_once)
+        self._threads = [
+            threading.Thread(target=self._run, name="umbp-send", daemon=True)
+            for _ in range(traits.calls_at_once + SPARE_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def waiting(self) -> int:
@@ -140,14 +165,20 @@ class Sender:
         somebody waits for it. False: after the time of one call something still is.
         """
         with self._change:
-            kept = deque(parcel for parcel in self._parcels if parcel.pool is not pool)
-            gone = sum(len(parcel.names) for parcel in self._parcels if parcel.pool is pool)
-            self._parcels = kept
-            self._waiting -= gone
-            self._change.notify_all()
-            has_ended = self._change.wait_for(lambda: self._sending is not pool, self._timeout_s)
+            gone = self._leave_out(pool)
+            has_ended = self._change.wait_for(lambda: not self._on_their_way[pool], self._timeout_s)
+            # What was on its way may have been handed back to wait once more.
+            gone += self._leave_out(pool)
         self._counts.add("dropped_send_objects", gone, LossReason.GONE)
         return has_ended
+
+    def _leave_out(self, pool: Pool) -> int:
+        """Under the lock."""
+        gone = sum(len(parcel.names) for parcel in self._parcels if parcel.pool is pool)
+        self._parcels = deque(parcel for parcel in self._parcels if parcel.pool is not pool)
+        self._waiting -= gone
+        self._change.notify_all()
+        return gone
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing waits; False if that took too long."""
@@ -159,7 +190,9 @@ class Sender:
         with self._change:
             self._closes_at_s = self._clock() + patience_s
             self._change.notify_all()
-        self._thread.join(patience_s + 1.0)
+        until_s = self._clock() + patience_s + 1.0
+        for thread in self._threads:
+            thread.join(max(until_s - self._clock(), 0.0))
         with self._change:
             left, self._waiting = self._waiting, 0
             self._parcels.clear()
@@ -168,42 +201,42 @@ class Sender:
             logger.warning("UMBP: %d objects had not been sent to the store when the engine ended", left)
         self._counts.add("dropped_send_objects", left, LossReason.GONE)
 
-    # On the thread
+    # On the threads
 
     def _run(self) -> None:
-        pause_s = FIRST_PAUSE_S
-        while (parcel := self._take()) is not None:
+        while (batch := self._take()) is not None:
             try:
-                again = self._send(parcel)
+                self._send(batch)
             except Exception:
-                logger.exception("UMBP: sending %d objects to the store broke", len(parcel.names))
-                self._counts.add("dropped_send_objects", len(parcel.names), LossReason.FAILED)
-                again = ()
-            with self._change:
-                self._sending = None
-                # Whoever ends doesn't wait for a store to have time.
-                is_given_up = parcel.tries + 1 >= MOST_TRIES or self._closes_at_s is not None
-                self._waiting -= len(parcel.names) - (0 if is_given_up else len(again))
-                if again and not is_given_up:
-                    self._parcels.appendleft(_Parcel(parcel.pool, again, parcel.tries + 1))
-                self._change.notify_all()
-                if again:
-                    self._change.wait_for(lambda: self._closes_at_s is not None, pause_s)
-            if is_given_up:
-                self._counts.add("dropped_send_objects", len(again), LossReason.BUSY)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S) if again else FIRST_PAUSE_S
+                logger.exception("UMBP: sending %d objects to the store broke", len(batch.names))
+                self._drop(batch.pool, len(batch.names))
+            finally:
+                batch.turn.end()
 
-    def _is_over(self) -> bool:
-        return self._closes_at_s is not None and self._clock() >= self._closes_at_s
+    def _take(self) -> _Batch | None:
+        """The next objects that the pool still has, as many as the store takes at once; None when it is time
+        to end.
+        """
+        # One by one: turns are in the order of the objects.
+        with self._taking:
+            while (parcel := self._next()) is not None:
+                try:
+                    batch = self._hold(parcel)
+                except Exception:
+                    logger.exception("UMBP: sending %d objects to the store broke", len(parcel.names))
+                    self._drop(parcel.pool, len(parcel.names))
+                    continue
+                if batch is not None:
+                    return batch
+        return None
 
-    def _take(self) -> _Parcel | None:
-        """The next objects, as many as the store takes at once; None when it is time to end."""
+    def _next(self) -> _Parcel | None:
         with self._change:
             self._change.wait_for(lambda: self._parcels or self._closes_at_s is not None)
             if not self._parcels or self._is_over():
                 return None
             first = self._parcels.popleft()
-            self._sending = first.pool
+            self._on_their_way[first.pool] += 1
             most = self._traits.most_objects
             names = list(first.names)
             while len(names) < most and self._parcels and self._joins(self._parcels[0], first):
@@ -212,12 +245,15 @@ class Sender:
                 self._parcels.appendleft(_Parcel(first.pool, names[most:], first.tries))
             return _Parcel(first.pool, names[:most], first.tries)
 
+    def _is_over(self) -> bool:
+        return self._closes_at_s is not None and self._clock() >= self._closes_at_s
+
     @staticmethod
     def _joins(parcel: _Parcel, first: _Parcel) -> bool:
         return parcel.pool is first.pool and parcel.tries == first.tries
 
-    def _send(self, parcel: _Parcel) -> Sequence[str]:
-        """Put the objects that the pool still has; those that the store wants later."""
+    def _hold(self, parcel: _Parcel) -> _Batch | None:
+        """Hold what goes in one put, and let the rest wait; None where the pool has nothing of it."""
         pool = parcel.pool
         try:
             self._tell(pool)
@@ -228,49 +264,87 @@ class Sender:
         wanted = list(dict.fromkeys(parcel.names))
         tickets, outcomes = pool.acquire(wanted)
         rows = np.flatnonzero(outcomes == Outcome.HIT)
-        self._counts.add("dropped_send_objects", len(tickets) - len(rows), LossReason.ABSENT)
-        names = [wanted[row] for row in rows.tolist()]
-        return self._put_all(pool, names, tickets[rows]) if names else ()
+        names, held = [wanted[row] for row in rows.tolist()], tickets[rows]
+        addresses, lengths = pool.sealed_ranges(held)
+        part = next(batches(lengths, self._traits), slice(0, 0))
+        pool.release(held[part.stop :])
+        rest = names[part.stop :]
+        with self._change:
+            if rest:
+                self._parcels.appendleft(_Parcel(pool, rest, parcel.tries))
+            self._waiting -= len(parcel.names) - len(names)
+            self._change.notify_all()
+        self._counts.add("dropped_send_objects", len(wanted) - len(names), LossReason.ABSENT)
+        if not names:
+            self._hand_back(pool, 0)
+            return None
+        turn = self._turns.line_up()
+        return _Batch(pool, names[part], held[part], addresses[part], lengths[part], parcel.tries, turn)
 
-    def _put_all(self, pool: Pool, names: Sequence[str], tickets: Tickets) -> Sequence[str]:
-        pool.seal(tickets, names, checksum=self._has_checksums)
-        addresses, lengths = pool.sealed_ranges(tickets)
-        again: list[str] = []
-        for part in batches(lengths, self._traits):
-            again += self._put(pool, names[part], tickets[part], addresses[part], lengths[part])
-        return again
+    def _send(self, batch: _Batch) -> None:
+        """Seal and put a batch. What the store wants later is taken once more, after a pause for all."""
+        batch.pool.seal(batch.tickets, batch.names, checksum=self._has_checksums)
+        batch.turn.wait(None)
+        again = self._put(batch)
+        # Whoever ends doesn't wait for a store to have time.
+        is_given_up = batch.tries + 1 >= MOST_TRIES or self._closes_at_s is not None
+        if is_given_up:
+            self._counts.add("dropped_send_objects", len(again), LossReason.BUSY)
+        else:
+            self._again(_Parcel(batch.pool, again, batch.tries + 1))
+        self._hand_back(batch.pool, len(batch.names) - (0 if is_given_up else len(again)))
+        if again:
+            with self._change:
+                self._change.wait_for(lambda: self._closes_at_s is not None, self._pause_s)
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S) if again else FIRST_PAUSE_S
 
-    def _put(
-        self,
-        pool: Pool,
-        names: Sequence[str],
-        tickets: Tickets,
-        addresses: npt.NDArray[np.uint64],
-        lengths: npt.NDArray[np.uint64],
-    ) -> Sequence[str]:
+    def _again(self, parcel: _Parcel) -> None:
+        if parcel.names:
+            with self._change:
+                self._parcels.appendleft(parcel)
+                self._change.notify_all()
+
+    def _hand_back(self, pool: Pool, ended: int) -> None:
+        """A thread has done with a parcel or batch; so many of its objects don't wait any more."""
+        with self._change:
+            self._on_their_way[pool] -= 1
+            if not self._on_their_way[pool]:
+                del self._on_their_way[pool]
+            self._waiting -= ended
+            self._change.notify_all()
+
+    def _drop(self, pool: Pool, count: int) -> None:
+        self._counts.add("dropped_send_objects", count, LossReason.FAILED)
+        self._hand_back(pool, count)
+
+    def _put(self, batch: _Batch) -> Sequence[str]:
+        """Those that the store wants later."""
+        names, lengths = batch.names, batch.lengths
+
         def put(store: ClusterStore) -> Sequence[base.Outcome]:
-            return store.put(names, addresses.tolist(), lengths.tolist())
+            return store.put(names, batch.addresses.tolist(), lengths.tolist())
 
         def late(_: object) -> None:
             # Until now the store could read these slots.
             with contextlib.suppress(UMBPError):
-                self._settle(pool, names, tickets)
+                self._settle(batch)
 
         try:
             outcomes = self._gate.call(put, self._timeout_s, late)
         except StoreUnavailable:
             return names
-        self._settle(pool, names, tickets)
+        self._settle(batch)
         is_done = [outcome is base.Outcome.DONE for outcome in outcomes]
         self._counts.add("sent_objects", sum(is_done))
         self._counts.add("sent_bytes", int(lengths[is_done].sum()))
         return [name for name, is_in in zip(names, is_done, strict=True) if not is_in]
 
-    def _settle(self, pool: Pool, names: Sequence[str], tickets: Tickets) -> None:
+    def _settle(self, batch: _Batch) -> None:
         """Give the slots back. What was cleared away while it was on its way must not stay in the store: held
         objects can't be evicted, so one that can't be found any more, or only as another of the same name,
         was removed.
         """
+        pool, names, tickets = batch.pool, batch.names, batch.tickets
         try:
             found, _ = pool.acquire(names)
             pool.release(found[found != 0])

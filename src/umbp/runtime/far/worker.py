@@ -13,6 +13,7 @@ from umbp.runtime.far.counts import FarCounts
 from umbp.runtime.far.fetch import Brought, Fetcher
 from umbp.runtime.far.registry import RegisteredPools
 from umbp.runtime.far.send import Debts, Sender
+from umbp.runtime.far.turns import Turns
 from umbp.runtime.moves import Move
 from umbp.store.base import ClusterStore, StoreError, StoreTraits
 from umbp.store.gate import StoreGate
@@ -46,6 +47,7 @@ class WorkerFar:
         self._debts = Debts()
         self._gate = open_gate(self._debts.repay)
         self._traits = traits
+        self._gets = Turns(traits.calls_at_once)
         self._registered = RegisteredPools(self._gate, traits)
         self._sender = Sender(
             self._gate,
@@ -69,6 +71,7 @@ class WorkerFar:
                 fetcher = Fetcher(
                     self._gate,
                     self._traits,
+                    self._gets,
                     pool,
                     namespace_id,
                     self._counts,
