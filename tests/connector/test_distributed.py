@@ -360,3 +360,36 @@ def test_at_any_quiet_point_the_events_are_what_the_pools_have(
         for request in requests:
             assert told(engine, request) == in_pools(engine, request)
     assert cluster_gets(cluster)
+
+
+def test_what_the_store_had_promised_and_lost_is_stored_near_when_it_has_been_computed(
+    start: Start, cluster: MemoryCluster
+) -> None:
+    first, node = start()
+    first.run(tokens(PROMPT))
+    node.flush()
+    cluster.claimed |= set(cluster.objects)
+    cluster.objects.clear()
+    second, _ = start()
+    second.run(tokens(PROMPT))
+    assert second.restored_tokens() == 0
+    second.forget_prefixes()
+    second.run(tokens(PROMPT))
+    assert second.restored_tokens() == 10 * BLOCK
+
+
+def test_a_clear_in_the_middle_of_a_step_waits_for_no_store(start: Start, cluster: MemoryCluster) -> None:
+    first, node = start()
+    first.run(tokens(PROMPT))
+    node.flush()
+    cluster.hang("remove_prefix")
+    (handle,) = node.schedulers
+    handle.clear_soon()
+    first.forget_prefixes()
+    first.run(tokens(PROMPT), 2)
+    assert first.restored_tokens() == 0
+    node.flush()
+    assert cluster.objects
+    cluster.go_on()
+    handle.gate.open(30)
+    assert not cluster.objects

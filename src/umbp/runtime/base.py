@@ -7,7 +7,7 @@ its `capabilities`, as data, and then offers the methods of the `Supports...` Pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
@@ -328,6 +328,16 @@ class SupportsPrepare(Protocol):
 
     def to_fetch(self, request_id: str) -> Mapping[int, int]:
         """By cache group, how many of the blocks that the request holds some rank has yet to fetch."""
+        ...
+
+    def disbelieve(self, blocks: Collection[tuple[int, bytes]]) -> None:
+        """A load of these, by cache group and hash, has failed: what is known of them counts no more."""
+        ...
+
+    def clear_soon(self) -> None:
+        """`clear` that waits for nothing: from now on nothing is found that was there, and it is removed as
+        soon as that can be.
+        """
         ...
 
 

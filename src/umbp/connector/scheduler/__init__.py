@@ -333,7 +333,7 @@ class SchedulerSide:
             return
         self._stores_before_reset -= {event}
         if not self._stores_before_reset:
-            self._pool.clear()
+            self._pool.clear_soon()
 
     def take_events(self) -> Sequence[KVCacheEvent]:
         """What has come to be loadable, and what is so no more, since the last call."""
@@ -424,12 +424,14 @@ class SchedulerSide:
             # What a reset has taken from a load will be stored anew, and be good.
             for one in result.failed_objects:
                 self._quarantine.add(one)
+            self._pool.disbelieve(result.failed_objects)
         if self._events is not None:
             self._events.load_ended(entry)
         failed_tokens = self._counts.load_ended(entry, result, reason)
         if not failed_tokens and self._load_async:
             others = (entry.others + len(self._loads)) / 2
-            self._worth.observe_load(entry.tokens, self._clock() - entry.planned_s, others)
+            seconds = self._clock() - entry.planned_s
+            self._worth.observe_load(entry.tokens, seconds, others, is_far=entry.far_tokens > 0)
         if (state := self._requests.get(entry.request_id)) is not None:
             state.is_loading = False
 

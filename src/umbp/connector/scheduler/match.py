@@ -145,7 +145,8 @@ class Matcher:
             promise = self._hold(state, start, limit)
         tokens = 0 if promise is None else promise.end - start
         state.promise = promise
-        is_worth = tokens <= 0 or self._worth.is_worth(tokens)
+        is_far = promise is not None and promise.far_tokens > 0
+        is_worth = tokens <= 0 or self._worth.is_worth(tokens, is_far=is_far)
         state.passed_tokens = 0 if is_worth else tokens
         if tokens <= 0 or not is_worth:
             self.withdraw(state)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -252,6 +252,19 @@ class PoolView:
         """Remove the objects of all stages; True where nothing is left, also if nothing was ever opened."""
         cleared = [bool(self._ask(stage.handle.clear, False)) for stage in self._stages]
         return all(cleared)
+
+    def clear_soon(self) -> None:
+        """Once more, in the middle of a step: what takes long is done beside it, and nothing is found
+        meanwhile.
+        """
+        for stage in self._stages:
+            self._ask(stage.handle.clear_soon if self._can.prepare else stage.handle.clear, None)
+
+    def disbelieve(self, blocks: Collection[tuple[int, bytes]]) -> None:
+        """These, by cache group and name, were said to be there and could not be loaded."""
+        if self._can.prepare and blocks:
+            for stage in self._stages:
+                self._ask(partial(stage.handle.disbelieve, blocks), None)
 
     def close(self) -> None:
         for stage in self._stages:

@@ -81,34 +81,37 @@ class LoadWorth:
         """`fixed_tokens`: the threshold as the user has set it; nothing is learned then."""
         self._fixed_tokens = fixed_tokens
         self._steps = Line(STEPS_FORGET)
-        self._loads = Line(LOADS_FORGET)
+        self._loads = Line(LOADS_FORGET), Line(LOADS_FORGET)
+        """Of what pools have, and of what must be fetched first."""
         self._left_out = 0
 
     def observe_step(self, tokens: int, seconds: float) -> None:
         """A step that computed so many tokens of prompts took so long, with what it generated beside."""
         self._steps.add(tokens, seconds)
 
-    def observe_load(self, tokens: int, seconds: float, others: float = 0.0) -> None:
-        """A load of so many tokens ended so long after it was planned, with so many others beside it."""
-        self._loads.add(tokens, seconds / (1.0 + others))
+    def observe_load(self, tokens: int, seconds: float, others: float = 0.0, *, is_far: bool = False) -> None:
+        """A load of so many tokens ended so long after it was planned, with so many others beside it.
+        `is_far`: some of them had to be fetched into the pool first.
+        """
+        self._loads[is_far].add(tokens, seconds / (1.0 + others))
 
-    def is_worth(self, tokens: int) -> bool:
+    def is_worth(self, tokens: int, *, is_far: bool = False) -> bool:
         """Whether a hit of so many tokens should be loaded; asked once for each hit."""
-        if self.pays(tokens):
+        if self.pays(tokens, is_far=is_far):
             return True
         if self._fixed_tokens is not None:
             return False
         self._left_out += 1
         return self._left_out % TRIAL == 0
 
-    def pays(self, tokens: int) -> bool:
+    def pays(self, tokens: int, *, is_far: bool = False) -> bool:
         """Whether a load of so many tokens is expected to take no longer than computing them."""
         if self._fixed_tokens is not None:
             return tokens >= self._fixed_tokens
-        seconds_a_token = self._steps.slope
-        if min(self._steps.count, self._loads.count) < ENOUGH or seconds_a_token is None:
+        seconds_a_token, loads = self._steps.slope, self._loads[is_far]
+        if min(self._steps.count, loads.count) < ENOUGH or seconds_a_token is None:
             return True
-        return self._loads.at(tokens) <= DOUBT * seconds_a_token * tokens
+        return loads.at(tokens) <= DOUBT * seconds_a_token * tokens
 
 
 SMALL_STEP_TOKENS = 32

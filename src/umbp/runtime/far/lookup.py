@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -117,6 +117,12 @@ class FarLookups:
     def forget(self, request_id: str) -> None:
         """The request doesn't ask any more."""
         self._asks.pop(request_id, None)
+
+    def disbelieve(self, ranks: Collection[Rank], blocks: Collection[tuple[int, bytes]]) -> None:
+        """These could not be fetched, or not by every rank."""
+        for rank in ranks if self._known else ():
+            for group_id, block_hash in blocks:
+                self._known.pop((rank, group_id, block_hash), None)
 
     def forget_all(self) -> None:
         """Nothing that was found counts any more."""

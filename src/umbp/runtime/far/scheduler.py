@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from umbp.data import BlockIdentityCodec, Rank, RankTopology, UMBPNamespace
 from umbp.runtime.base import LookupState, Wanted
@@ -75,6 +75,11 @@ class DistributedSchedulerHandle(PoolSchedulerHandle):
         )
         self.beyond = self._lookups
 
+    @property
+    def gate(self) -> StoreGate:
+        """The way to the store."""
+        return self._gate
+
     def prepare(self, request_id: str, wanted: Sequence[Wanted]) -> bool:
         return self._lookups.prepare(request_id, wanted, self._binding.pools())
 
@@ -110,6 +115,16 @@ class DistributedSchedulerHandle(PoolSchedulerHandle):
         except ValueError:
             return False
         return bool(self._lookups.knows(found[0], group_id, [block_hash])[0])
+
+    def disbelieve(self, blocks: Collection[tuple[int, bytes]]) -> None:
+        self._lookups.disbelieve(self._binding.pools().keys(), blocks)
+
+    def clear_soon(self) -> None:
+        self._clearing.owe()
+        # The gate removes what is there before it lets anyone in again.
+        self._gate.report_broken()
+        self._lookups.forget_all()
+        super().clear()
 
     def clear(self) -> bool:
         # The pools once more at the end: what is fetched between the two would be old.

@@ -115,6 +115,12 @@ class PassingSchedulerHandle:
     def to_fetch(self, request_id: str) -> Mapping[int, int]:
         return self._inner.to_fetch(request_id)
 
+    def disbelieve(self, blocks: Collection[tuple[int, bytes]]) -> None:
+        self._inner.disbelieve(blocks)
+
+    def clear_soon(self) -> None:
+        self._inner.clear_soon()
+
     def take_counts(self) -> Mapping[tuple[str, ...], float]:
         return self._inner.take_counts()
 
