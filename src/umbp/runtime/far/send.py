@@ -255,11 +255,6 @@ class Sender:
     def _hold(self, parcel: _Parcel) -> _Batch | None:
         """Hold what goes in one put, and let the rest wait; None where the pool has nothing of it."""
         pool = parcel.pool
-        try:
-            self._tell(pool)
-        except (StoreError, SegmentError):
-            # The store is away or takes no memory now, or the pool is being resized.
-            return parcel.names
         # Each once: a store may fail at two puts of one name.
         wanted = list(dict.fromkeys(parcel.names))
         tickets, outcomes = pool.acquire(wanted)
@@ -320,6 +315,13 @@ class Sender:
     def _put(self, batch: _Batch) -> Sequence[str]:
         """Those that the store wants later."""
         names, lengths = batch.names, batch.lengths
+        try:
+            self._tell(batch.pool)
+        except (StoreError, SegmentError):
+            # The store is away or takes no memory now, or the pool is being resized.
+            with contextlib.suppress(SegmentError):
+                batch.pool.release(batch.tickets)
+            return names
 
         def put(store: ClusterStore) -> Sequence[base.Outcome]:
             return store.put(names, batch.addresses.tolist(), lengths.tolist())
