@@ -164,6 +164,7 @@ def test_a_consumer_that_comes_early_waits_for_what_is_stored(
     node.flush()
     drain(consumer)
     assert consumer.restored_tokens() == 10 * BLOCK
+    assert (consumer.count("awaited_requests"), consumer.count("awaited_in_vain_requests")) == (1, 0)
     assert list(request.output_token_ids)[:1] == list(alone.output_token_ids)
     for engine in (producer, consumer):
         engine.check_drained()
@@ -204,6 +205,7 @@ def test_who_has_waited_long_enough_takes_what_is_there(
     drain(consumer)
     assert time.monotonic() - begun_s >= 0.04
     assert consumer.restored_tokens() == 4 * BLOCK
+    assert (consumer.count("awaited_requests"), consumer.count("awaited_in_vain_requests")) == (1, 1)
     assert list(request.output_token_ids) == list(producer.finished["r1"].output_token_ids)
     consumer.check_drained()
 

@@ -32,6 +32,8 @@ COUNTERS: dict[str, str] = {
     "hit_bytes": "Bytes of the objects that were promised, over all ranks.",
     "passed_hit_tokens": "Tokens that the pool has and that were computed anew, as that takes no longer.",
     "passed_hit_bytes": "Bytes of the objects that the pool has and that were passed over, over all ranks.",
+    "awaited_requests": "Requests that waited for what another engine stores of their prompt.",
+    "awaited_in_vain_requests": "Those of them that went on without some of it, as it took too long.",
     "loaded_tokens": "Tokens whose KV was restored from the pool on every rank.",
     "loaded_bytes": "Bytes copied from the pool into the engine's KV memory, over all ranks.",
     "reloaded_tokens": "Tokens restored for a request that was admitted before, as after a preemption.",

@@ -88,6 +88,7 @@ class SchedulerSide:
         )
         self._worth = LoadWorth(options.min_load_tokens)
         self._timer = StepTimer(self._worth, clock) if options.min_load_tokens is None else None
+        self._counts = Counts(pool, shape, hits)
         self._hand_overs = HandOvers(
             pool, shape, options.mode, always_tells=writes and not reads, clock=clock
         )
@@ -97,6 +98,7 @@ class SchedulerSide:
             shape,
             self._worth,
             self._hand_overs,
+            self._counts,
             reads=reads and options.enable_lookup,
             awaits_writers=reads and not writes,
             timeout_s=options.lookup_timeout_ms / 1000,
@@ -118,7 +120,6 @@ class SchedulerSide:
         self._block_pool: BlockPool | None = None
         self._writer: Writer | None = None
         self._awaits_hello = False
-        self._counts = Counts(pool, shape, hits)
 
     # Start
 

@@ -78,6 +78,14 @@ class Counts:
         """One more request has a block that could not be restored."""
         self._stats.add("failed_load_requests", 1)
 
+    def request_that_waits(self) -> None:
+        """One more request waits for what another engine stores."""
+        self._stats.add("awaited_requests", 1)
+
+    def request_that_waited_in_vain(self) -> None:
+        """One of those goes on without some of it."""
+        self._stats.add("awaited_in_vain_requests", 1)
+
     def load_ended(self, entry: LoadEntry, result: StoreEventResult, reason: LossReason) -> int:
         """Every rank has reported; returns how many of the promised tokens the engine must compute."""
         failed_tokens = self._failed_tokens(entry, len(result.failed_objects))

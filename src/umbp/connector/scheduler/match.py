@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from umbp.connector import compat
 from umbp.connector.groups import CacheShape
+from umbp.connector.scheduler.count import Counts
 from umbp.connector.scheduler.find import PrefixFinder
 from umbp.connector.scheduler.handover import HandOvers
 from umbp.connector.scheduler.pool_view import PoolView
@@ -30,6 +31,7 @@ class Matcher:
         shape: CacheShape,
         worth: LoadWorth,
         hand_overs: HandOvers,
+        counts: Counts,
         *,
         reads: bool,
         awaits_writers: bool,
@@ -41,6 +43,7 @@ class Matcher:
         """
         self._pool = pool
         self._hand_overs = hand_overs
+        self._counts = counts
         self._awaits_writers = awaits_writers
         self._timeout_s = timeout_s
         self._clock = clock
@@ -93,7 +96,7 @@ class Matcher:
         if self._pool.prepares and not self._is_prepared(state, start, limit):
             if wait is None or wait.is_over or now < wait.until_s:
                 return False
-            wait.is_over = True
+            self._give_up(wait)
             return True
         return self._has_come(state, start, limit, now)
 
@@ -109,9 +112,15 @@ class Matcher:
         assert state.first_asked_s is not None
         if wait is None:
             wait = state.wait = Wait(state.first_asked_s + self._timeout_s)
-        wait.is_over = now >= wait.until_s
+            self._counts.request_that_waits()
+        if now >= wait.until_s:
+            self._give_up(wait)
         wait.begin_pause(now)
         return wait.is_over
+
+    def _give_up(self, wait: Wait) -> None:
+        wait.is_over = True
+        self._counts.request_that_waited_in_vain()
 
     def _lacks_what_is_to_come(self, state: RequestState, start: int, limit: int) -> bool:
         promised = self._hand_overs.promised_tokens(state)
