@@ -393,3 +393,20 @@ def test_a_clear_in_the_middle_of_a_step_waits_for_no_store(start: Start, cluste
     cluster.go_on()
     handle.gate.open(30)
     assert not cluster.objects
+
+
+def test_what_a_store_misses_while_it_is_away_it_gets_when_it_is_back(
+    start: Start, cluster: MemoryCluster
+) -> None:
+    first, node = start({"timeout_ms": 200})
+    first.run(tokens(1))
+    cluster.is_down = True
+    first.run(tokens(PROMPT))
+    first.run(tokens(PROMPT, seed=1))
+    assert not cluster.objects
+    cluster.is_down = False
+    node.flush()
+    second, _ = start()
+    second.run(tokens(PROMPT))
+    second.run(tokens(PROMPT, seed=1))
+    assert second.restored_tokens() == 20 * BLOCK

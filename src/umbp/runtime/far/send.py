@@ -23,7 +23,7 @@ from umbp.runtime.far.fetch import batches
 from umbp.runtime.far.turns import Turn, Turns
 from umbp.store import base
 from umbp.store.base import ClusterStore, StoreError
-from umbp.store.gate import StoreGate, StoreUnavailable
+from umbp.store.gate import StoreGate, StoreUnavailable, Why
 
 logger = logging.getLogger("vllm.umbp")
 
@@ -141,6 +141,7 @@ class Sender:
             threading.Thread(target=self._run, name="umbp-send", daemon=True)
             for _ in range(traits.calls_at_once + SPARE_THREADS)
         ]
+        gate.on_return(self._look_again)
         for thread in self._threads:
             thread.start()
 
@@ -232,8 +233,9 @@ class Sender:
 
     def _next(self) -> _Parcel | None:
         with self._change:
-            self._change.wait_for(lambda: self._parcels or self._closes_at_s is not None)
-            if not self._parcels or self._is_over():
+            # While the store is away objects wait, so that what it misses now it gets when it is back.
+            self._change.wait_for(lambda: (self._parcels and self._gate.is_well) or self._is_closing)
+            if not self._parcels or self._is_over() or not self._gate.is_well:
                 return None
             first = self._parcels.popleft()
             self._on_their_way[first.pool] += 1
@@ -244,6 +246,15 @@ class Sender:
             if len(names) > most:
                 self._parcels.appendleft(_Parcel(first.pool, names[most:], first.tries))
             return _Parcel(first.pool, names[:most], first.tries)
+
+    def _look_again(self) -> None:
+        """The store is back."""
+        with self._change:
+            self._change.notify_all()
+
+    @property
+    def _is_closing(self) -> bool:
+        return self._closes_at_s is not None
 
     def _is_over(self) -> bool:
         return self._closes_at_s is not None and self._clock() >= self._closes_at_s
@@ -280,18 +291,23 @@ class Sender:
         """Seal and put a batch. What the store wants later is taken once more, after a pause for all."""
         batch.pool.seal(batch.tickets, batch.names, checksum=self._has_checksums)
         batch.turn.wait(None)
-        again = self._put(batch)
+        again, tries = self._put(batch)
         # Whoever ends doesn't wait for a store to have time.
-        is_given_up = batch.tries + 1 >= MOST_TRIES or self._closes_at_s is not None
+        is_given_up = tries >= MOST_TRIES or self._is_closing
         if is_given_up:
             self._counts.add("dropped_send_objects", len(again), LossReason.BUSY)
         else:
-            self._again(_Parcel(batch.pool, again, batch.tries + 1))
+            self._again(_Parcel(batch.pool, again, tries))
         self._hand_back(batch.pool, len(batch.names) - (0 if is_given_up else len(again)))
         if again:
-            with self._change:
-                self._change.wait_for(lambda: self._closes_at_s is not None, self._pause_s)
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S) if again else FIRST_PAUSE_S
+            self._pause()
+        else:
+            self._pause_s = FIRST_PAUSE_S
+
+    def _pause(self) -> None:
+        with self._change:
+            self._change.wait_for(lambda: self._is_closing, self._pause_s)
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def _again(self, parcel: _Parcel) -> None:
         if parcel.names:
@@ -312,8 +328,8 @@ class Sender:
         self._counts.add("dropped_send_objects", count, LossReason.FAILED)
         self._hand_back(pool, count)
 
-    def _put(self, batch: _Batch) -> Sequence[str]:
-        """Those that the store wants later."""
+    def _put(self, batch: _Batch) -> tuple[Sequence[str], int]:
+        """Those that the store wants later, and how often they have been offered to it by then."""
         names, lengths = batch.names, batch.lengths
         try:
             self._tell(batch.pool)
@@ -321,7 +337,7 @@ class Sender:
             # The store is away or takes no memory now, or the pool is being resized.
             with contextlib.suppress(SegmentError):
                 batch.pool.release(batch.tickets)
-            return names
+            return names, batch.tries
 
         def put(store: ClusterStore) -> Sequence[base.Outcome]:
             return store.put(names, batch.addresses.tolist(), lengths.tolist())
@@ -333,13 +349,13 @@ class Sender:
 
         try:
             outcomes = self._gate.call(put, self._timeout_s, late)
-        except StoreUnavailable:
-            return names
+        except StoreUnavailable as unavailable:
+            return names, batch.tries + (unavailable.why in (Why.SILENT, Why.BROKEN))
         self._settle(batch)
         is_done = [outcome is base.Outcome.DONE for outcome in outcomes]
         self._counts.add("sent_objects", sum(is_done))
         self._counts.add("sent_bytes", int(lengths[is_done].sum()))
-        return [name for name, is_in in zip(names, is_done, strict=True) if not is_in]
+        return [name for name, is_in in zip(names, is_done, strict=True) if not is_in], batch.tries + 1
 
     def _settle(self, batch: _Batch) -> None:
         """Give the slots back. What was cleared away while it was on its way must not stay in the store: held
