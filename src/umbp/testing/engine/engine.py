@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,6 +44,10 @@ from umbp.testing.engine.owners import Owners
 from umbp.testing.engine.planning import cache_configs, kv_cache_planning, make_config
 from umbp.testing.engine.rank import Rank, own_connector
 from umbp.testing.engine.shape import Shape
+
+
+PATIENCE_S = 3.0
+"""Steps without a model take no time: whoever waits for an answer from elsewhere makes many of them."""
 
 
 class WrongByteError(AssertionError):
@@ -189,10 +194,15 @@ class ScriptedEngine:
         return worked
 
     def drain(self, limit: int = 500) -> int:
-        """Step until the engine core would go to sleep; how many steps it took."""
-        for step in range(limit):
+        """Step until the engine core would go to sleep; how many steps it took. After so many steps and
+        `PATIENCE_S` it is taken to step for ever.
+        """
+        begun_s = time.monotonic()
+        for step in itertools.count():
             if not self.scheduler.has_requests() and not self._in_flight:
                 return step
+            if step >= limit and time.monotonic() - begun_s > PATIENCE_S:
+                break
             self.step()
         side = self.connector.scheduler_side
         states = {request_id: request.status.name for request_id, request in self.scheduler.requests.items()}
