@@ -45,7 +45,6 @@ from umbp.testing.engine.planning import cache_configs, kv_cache_planning, make_
 from umbp.testing.engine.rank import Rank, own_connector
 from umbp.testing.engine.shape import Shape
 
-
 PATIENCE_S = 3.0
 """Steps without a model take no time: whoever waits for an answer from elsewhere makes many of them."""
 
