@@ -292,6 +292,9 @@ def _check_found_again(walk: FarWalk, root: Path) -> None:
     has_other_weights = bool(walk.done["change_weights"])
     if life.shape.role != "kv_both" or not life.shape.prefix_caching or has_other_weights:
         return
+    if life.shape.policy == "fail":
+        # What a pool of a few slots has no room to fetch ends the request.
+        return
     cluster = life.cluster
     life.cluster.room_bytes = 1 << 30
     # No other tokens are these: what the store had of any was perhaps damaged.
