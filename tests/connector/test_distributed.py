@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import Request
 
 from umbp.pool import Pool
-from umbp.testing.stores.memory import MemoryCluster
+from umbp.testing.stores.memory import MemoryCluster, MemoryStore
 
 PROMPT = 10 * BLOCK + 3
 RANKS = pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
@@ -410,3 +410,22 @@ def test_what_a_store_misses_while_it_is_away_it_gets_when_it_is_back(
     second.run(tokens(PROMPT))
     second.run(tokens(PROMPT, seed=1))
     assert second.restored_tokens() == 20 * BLOCK
+
+
+@pytest.mark.parametrize("verb", ["exists", "get", "put"])
+def test_a_store_that_answers_for_too_few_objects_is_not_believed(
+    start: Start, cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    first, node = start()
+    first.run(tokens(PROMPT))
+    node.flush()
+    answer = getattr(MemoryStore, verb)
+    monkeypatch.setattr(MemoryStore, verb, lambda store, *objects: answer(store, *objects)[1:])
+    second, other = start({"timeout_ms": 500})
+    second.run(tokens(PROMPT))
+    second.run(tokens(PROMPT, seed=1))
+    assert second.restored_tokens() == (10 * BLOCK if verb == "put" else 0)
+    second.check_drained()
+    monkeypatch.setattr(MemoryStore, verb, answer)
+    other.flush()
+    assert not other.workers[0].usage()["pool_pinned_objects"]

@@ -61,6 +61,15 @@ class StoreTraits:
     """So many gets, and so many puts, of one process are under way together: more bring nothing."""
 
 
+def for_each(outcomes: Sequence[Outcome], count: int) -> Sequence[Outcome]:
+    """A store's answer about so many objects; `StoreError` where it has another length: then nobody knows
+    what it is about.
+    """
+    if len(outcomes) != count:
+        raise StoreError(f"a store answered {len(outcomes)} outcomes to {count} objects: mend its adapter")
+    return outcomes
+
+
 @runtime_checkable
 class ClusterStore(Protocol):
     """One process's connection to a store. Threads may call it side by side.

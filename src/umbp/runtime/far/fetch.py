@@ -215,7 +215,8 @@ class Fetcher:
     ) -> _Get:
         def get(store: ClusterStore) -> Sequence[base.Outcome]:
             try:
-                return store.get(names, addresses.tolist(), lengths.tolist())
+                outcomes = store.get(names, addresses.tolist(), lengths.tolist())
+                return base.for_each(outcomes, len(names))
             finally:
                 turn.end()
 

@@ -16,7 +16,7 @@ from umbp.data import Rank
 from umbp.pool import Pool
 from umbp.runtime.base import Wanted
 from umbp.runtime.far.counts import FarCounts
-from umbp.store.base import ClusterStore, Outcome
+from umbp.store.base import ClusterStore, Outcome, for_each
 from umbp.store.gate import Call, StoreGate, StoreUnavailable
 
 SHORTEST_TRUST_S = 1.0
@@ -148,7 +148,8 @@ class FarLookups:
         def ask(store: ClusterStore) -> bool:
             most = store.traits.most_keys
             for first in range(0, len(keys), most):
-                found.extend(outcome is Outcome.DONE for outcome in store.exists(keys[first : first + most]))
+                part = keys[first : first + most]
+                found.extend(outcome is Outcome.DONE for outcome in for_each(store.exists(part), len(part)))
             return True
 
         try:
@@ -198,7 +199,7 @@ class FarLookups:
                 if is_lacking[row]
             ]
             keys = [self._prefix_of(question.group_id, rank) + each.hex() for rank, each in names]
-            outcomes = store.exists(keys)
+            outcomes = for_each(store.exists(keys), len(keys))
             self._counts.add("store_lookup_batches", 1)
             self._counts.add("store_lookup_objects", len(keys))
             found += [

@@ -340,7 +340,8 @@ class Sender:
             return names, batch.tries
 
         def put(store: ClusterStore) -> Sequence[base.Outcome]:
-            return store.put(names, batch.addresses.tolist(), lengths.tolist())
+            outcomes = store.put(names, batch.addresses.tolist(), lengths.tolist())
+            return base.for_each(outcomes, len(names))
 
         def late(_: object) -> None:
             # Until now the store could read these slots.
