@@ -97,6 +97,7 @@ class TimedEngine(ScriptedEngine):
     def check_even(self) -> None:
         """Nothing is open, pinned or reserved, and the pools prove their invariants."""
         self.check_drained()
+        self.flush()
         for worker in self.workers:
             found = worker._keeper.current()
             assert found is not None

@@ -276,7 +276,7 @@ def test_what_hits_are_worth_is_learned_from_steps_and_loads(
         engine.forget_prefixes()
         engine.run(tokens(100, seed), 40)
     worth = engine.connector.scheduler_side._worth
-    assert worth._loads.count == 6
+    assert worth._loads[False].count == 6
     assert worth._steps.count >= 12
     assert worth._steps.slope > 0
     engine.check_drained()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm
 
 pytest.importorskip("umbp._native", reason="the native core isn't built")
 
@@ -18,7 +19,10 @@ from umbp.connector.scheduler.write import ThroughWriter
 from umbp.connector.worker import WorkerSide
 
 STORIES = 110
-"""So many are always the same ones, and enough to find each fault that is planted below."""
+"""So many, always the same ones, are held to every rule."""
+
+MANY_STORIES = 5 * STORIES
+"""And among so many there is one about each fault that is planted below; the first that fails ends them."""
 
 
 @pytest.mark.slow
@@ -69,11 +73,14 @@ def skip_quarantine(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not vllm.__version__.startswith("0.32"), reason="the fixed stories were chosen with vLLM 0.32"
+)
 @pytest.mark.parametrize("plant", [unpin_early, report_twice, skip_quarantine])
 def test_the_stories_find_a_fault_that_is_planted(
     root: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     plant(monkeypatch)
     with pytest.raises(Exception) as found:  # noqa: PT011 # of whatever kind: what matters is the story
-        tell_stories(root, STORIES, shrinks=False)
+        tell_stories(root, MANY_STORIES, shrinks=False)
     assert any("state.begin(" in note for note in found.value.__notes__)
