@@ -8,6 +8,7 @@ Runs in a worker's process, on the thread that runs the model. One step calls, i
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -111,7 +112,7 @@ class WorkerSide:
         self._clock = clock
         self._nap = nap
         layout = planner.describe(topology, "rank_local", kv_tp_replicas)
-        layout = replace(layout, counted_tokens=counted_tokens)
+        layout = self._layout = replace(layout, counted_tokens=counted_tokens)
         self._handle: Any = runtime.create_worker_handle(namespace, topology, layout)
         self._loads: list[_Running] = []
         self._stores: list[_Running] = []
@@ -141,6 +142,13 @@ class WorkerSide:
         planned = {name: tensor for name, tensor in kv_caches.items() if name in self._planned_layers}
         self._handle.register_buffers(planned)
         self._kv_caches = planned
+        # Not before there is memory: the class is imported where there is neither a pool nor a device.
+        from umbp.runtime.moves import GroupRuns
+
+        # A page may be padded, as of recurrent states; what moves is its content. (A runtime of another kind
+        # may take layouts that have no runs: then it is the page.)
+        with contextlib.suppress(ValueError):
+            self._object_bytes = Counter(GroupRuns(self._layout, planned).bytes_by_group())
         devices = {str(getattr(tensor, "device", "cpu")) for tensor in planned.values()}
         self._copies_in_place = (self._can.local or self._can.local_stores) and devices <= {"cpu"}
 

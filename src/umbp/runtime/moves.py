@@ -98,7 +98,11 @@ class GroupRuns:
     @property
     def object_sizes(self) -> list[int]:
         """Bytes of an object of each group, in the groups' order."""
-        return [runs.object_bytes for group_id, runs in self._runs.items() if group_id is not None]
+        return list(self.bytes_by_group().values())
+
+    def bytes_by_group(self) -> dict[int, int]:
+        """Bytes of an object of each group."""
+        return {group: runs.object_bytes for group, runs in self._runs.items() if group is not None}
 
     @property
     def block_count(self) -> int:
