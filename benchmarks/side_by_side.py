@@ -59,7 +59,9 @@ def run(is_small: bool) -> int:
     systems: list[Callable[[Path], AbstractContextManager[peers.System]]] = [peers.vllm_alone]
     left_out = mooncake.why_not()
     if left_out is None:
-        systems += [peers.mooncake_embedded, peers.mooncake_cluster, peers.umbp_distributed]
+        systems += [peers.mooncake_embedded]
+        if not is_small:
+            systems += [peers.mooncake_cluster, peers.umbp_distributed]
     else:
         print(left_out)
     systems += [peers.umbp_embedded, peers.umbp_standalone]
