@@ -72,6 +72,7 @@ class Fetcher:
         counts: FarCounts,
         *,
         has_checksums: bool,
+        doubtful: Callable[[], set[str]] = set,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -82,6 +83,7 @@ class Fetcher:
         self._namespace_id = namespace_id
         self._counts = counts
         self._has_checksums = has_checksums
+        self._doubtful = doubtful
         self._fetching: set[str] = set()
         self._clock = clock
         self._pause = pause
@@ -97,7 +99,7 @@ class Fetcher:
         others_until_s = min(self._clock() + OTHERS_S, deadline_s)
         try:
             while True:
-                rows = self._hold(names, rows, brought)
+                rows = self._leave_out_doubtful(names, self._hold(names, rows, brought), brought)
                 if not len(rows):
                     return brought
                 rows, others = self._reserve_and_fetch(move, rows, brought, deadline_s)
@@ -118,6 +120,16 @@ class Fetcher:
         except BaseException:
             self._pool.release(brought.tickets[brought.is_held])
             raise
+
+    def _leave_out_doubtful(self, names: Sequence[str], rows: Rows, brought: Brought) -> Rows:
+        """Without what the store may have from before a clear."""
+        doubtful = self._doubtful() if len(rows) else set()
+        if not doubtful:
+            return rows
+        left = [row for row in rows.tolist() if names[row] not in doubtful]
+        if len(left) < len(rows):
+            brought.error = f"{LossReason.CLEARED}: while it was being sent"
+        return np.array(left, dtype=np.intp)
 
     def _hold(self, names: Sequence[str], rows: Rows, brought: Brought) -> Rows:
         """Hold what is there; the rows that are not."""

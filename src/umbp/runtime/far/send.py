@@ -100,6 +100,11 @@ class Debts:
         """Whether something is still to be removed."""
         return bool(self._names)
 
+    def names(self) -> set[str]:
+        """What is still to be removed."""
+        with self._lock:
+            return set(self._names.values())
+
 
 class Sender:
     """Objects go out in the order in which they were offered, so prefixes before what builds on them; when
@@ -131,6 +136,7 @@ class Sender:
         self._change = threading.Condition()
         self._parcels: deque[_Parcel] = deque()
         self._waiting = 0
+        self._being_put: Counter[str] = Counter()
         self._on_their_way: Counter[Pool] = Counter()
         """Parcels and batches that threads have in their hands."""
         self._closes_at_s: float | None = None
@@ -180,6 +186,13 @@ class Sender:
         self._waiting -= gone
         self._change.notify_all()
         return gone
+
+    def doubtful(self) -> set[str]:
+        """What is just being put, or must be removed again. The pool has the former, or it was cleared away:
+        then what the store has under such a name is old.
+        """
+        with self._change:
+            return set(self._being_put) | self._debts.names()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing waits; False if that took too long."""
@@ -348,6 +361,8 @@ class Sender:
             with contextlib.suppress(UMBPError):
                 self._settle(batch)
 
+        with self._change:
+            self._being_put.update(names)
         try:
             outcomes = self._gate.call(put, self._timeout_s, late)
         except StoreUnavailable as unavailable:
@@ -374,6 +389,9 @@ class Sender:
         cleared = [name for name, is_good in zip(names, is_there.tolist(), strict=True) if not is_good]
         if cleared:
             self._debts.owe(cleared)
+        with self._change:
+            self._being_put = Counter({n: c for n, c in (self._being_put - Counter(names)).items() if c})
+        if cleared:
             self._gate.start(self._repay, REMOVE_TIMEOUT_S, lambda _: self._insist())
 
     def _repay(self, store: ClusterStore) -> bool:

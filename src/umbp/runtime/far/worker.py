@@ -76,6 +76,7 @@ class WorkerFar:
                     namespace_id,
                     self._counts,
                     has_checksums=self._has_checksums,
+                    doubtful=self._sender.doubtful,
                 )
                 self._fetchers[pool] = fetcher
             fetcher = self._fetchers[pool]
