@@ -17,8 +17,7 @@ from umbp.data import BlockIdentityCodec, KVLayoutDescriptor, Rank, RankTopology
 from umbp.options import Options
 from umbp.pool.memory import check_node
 from umbp.pool.sharing import pool_path
-from umbp.runtime.base import Capabilities
-from umbp.runtime.embedded import OwnPool, WorkersPools, lookup_patience_s
+from umbp.runtime.embedded import EmbeddedRuntime, OwnPool, WorkersPools, lookup_patience_s
 from umbp.runtime.far.scheduler import Clearing, DistributedSchedulerHandle
 from umbp.runtime.far.worker import WorkerFar
 from umbp.runtime.pool_scheduler import PoolBinding
@@ -43,20 +42,8 @@ class MakeStore(Protocol):
 class DistributedRuntime:
     """Mode `distributed`."""
 
-    capabilities = Capabilities(
-        hold=True,
-        lookup_raw=True,
-        presence=True,
-        lookup_states=True,
-        note=True,
-        evicted_keys=True,
-        watch=True,
-        prepare=True,
-        attach=True,
-        usage=True,
-        local_stores=True,
-        counts=True,
-        tier="dram",
+    capabilities = replace(
+        EmbeddedRuntime.capabilities, local=False, local_stores=True, prepare=True, counts=True
     )
 
     def __init__(self, options: Options, make_store: MakeStore = create_store) -> None:

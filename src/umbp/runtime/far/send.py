@@ -390,7 +390,7 @@ class Sender:
         if cleared:
             self._debts.owe(cleared)
         with self._change:
-            self._being_put = Counter({n: c for n, c in (self._being_put - Counter(names)).items() if c})
+            self._being_put -= Counter(names)
         if cleared:
             self._gate.start(self._repay, REMOVE_TIMEOUT_S, lambda _: self._insist())
 
