@@ -1,5 +1,5 @@
-"""The example of one engine that prefills and one that decodes, as its README starts it on two nodes: two vLLM
-servers, each with a pool of its own, Mooncake Store between them, and the proxy before them.
+"""The example of one engine that prefills and one that decodes, as its README starts it on two nodes: two
+vLLM servers, each with a pool of its own, Mooncake Store between them, and the proxy before them.
 """
 
 from __future__ import annotations
