@@ -421,6 +421,7 @@ NB_MODULE(_native, m) {
           },
           "keys"_a)
       .def("clear", &Pool::clear, "ns"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("lingering", &Pool::lingering, "ns"_a, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "removed_since",
           [](const Pool& p, u64 cursor) {

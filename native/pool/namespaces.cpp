@@ -103,6 +103,13 @@ bool Pool::clear(u32 ns) {
   return true;
 }
 
+std::optional<u64> Pool::lingering(u32 ns) {
+  auto s = segment_to_change();
+  require_namespace(*s, ns);
+  Patience patience{kNamespacePatienceNs};
+  return count_lingering(*s, ns, patience);
+}
+
 bool Pool::clear_all() {
   auto s = segment_to_change();
   if (s->is_destroyed()) return true;

@@ -91,6 +91,8 @@ class Pool {
   void remove(std::span<const Digest> keys, Outcome* outcomes);
   bool clear(u32 ns);
   bool clear_all();
+  // How many objects of the namespace were removed, or cleared away, and are still pinned.
+  std::optional<u64> lingering(u32 ns);
   u32 reap();  // now, and all of it; every verb from here up does so now and then
   void resize(const ResizeParameters& parameters);
   void hold_size();

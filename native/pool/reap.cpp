@@ -201,6 +201,27 @@ bool sweep_namespace(Segment& s, u32 ns, Patience& patience) {
   }
 }
 
+std::optional<u64> count_lingering(Segment& s, u32 ns, Patience& patience) {
+  u64 found = 0;
+  for (u64 slab = 0, position = 0; slab < s.geometry().slab_count;) {
+    Locked lock(s, patience);
+    if (!lock) return std::nullopt;
+    for (u64 looked = 0; slab < s.geometry().slab_count && looked < kSweepBatch; looked++) {
+      if (s.slab(u32(slab)).pinned == 0 || position >= lock->space.slots_in(u32(slab))) {
+        slab++;
+        position = 0;
+        continue;
+      }
+      const u32 slot = lock->space.first_slot(u32(slab)) + u32(position++);
+      const SlotRecord& r = s.record(slot);
+      if (r.ns != ns || r.pins == 0) continue;
+      const SlotState state = lock->state(slot);
+      if (state == SlotState::doomed || (state == SlotState::published && !lock->is_current(r))) found++;
+    }
+  }
+  return found;
+}
+
 namespace {
 
 // Which processes may hold anything: attached and alive. The dead lose their rows here.

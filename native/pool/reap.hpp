@@ -22,6 +22,9 @@ bool is_dead(Segment& segment, u32 process);
 // Drops what a clear() of the namespace has outdated; false if the lock couldn't be had.
 bool sweep_namespace(Segment& segment, u32 ns, Patience& patience);
 
+// How many of the namespace's objects are invisible and still pinned; none if the lock couldn't be had.
+std::optional<u64> count_lingering(Segment& segment, u32 ns, Patience& patience);
+
 // Builds everything derived from the truth; called with the lock held and the dirty mark set.
 void rebuild(Objects& objects);
 

@@ -395,6 +395,28 @@ def test_a_clear_in_the_middle_of_a_step_waits_for_no_store(start: Start, cluste
     assert not cluster.objects
 
 
+def test_what_was_being_sent_when_all_was_cleared_is_never_restored(
+    start: Start, cluster: MemoryCluster
+) -> None:
+    first, node = start()
+    cluster.hang("put")
+    first.run(tokens(PROMPT))
+    cluster.wait_hanging(1)
+    assert first.change_weights()
+    cluster.go_on()
+    node.flush()
+    (handle,) = node.schedulers
+    handle.gate.open(30)
+    second, _ = start()
+    second.run(tokens(PROMPT))
+    assert second.restored_tokens() == 0
+    first.run(tokens(PROMPT), 2)
+    node.flush()
+    third, _ = start()
+    third.run(tokens(PROMPT))
+    assert third.restored_tokens() > 0
+
+
 def test_what_a_store_misses_while_it_is_away_it_gets_when_it_is_back(
     start: Start, cluster: MemoryCluster
 ) -> None:

@@ -221,6 +221,8 @@ struct Round {
       case 12:
         verb = "clear";
         if (below(4) == 0) pool.clear(ns);
+        verb = "lingering";
+        pool.lingering(ns);
         verb = "reap";
         pool.reap();
         return;

@@ -34,6 +34,7 @@ VERBS: list[tuple[str, Any]] = [
     ("removed_since", 0),
     ("reap",),
     ("clear", 0),
+    ("lingering", 0),
     ("audit",),
 ]
 OURS = ("SegmentError", "InvariantError", "ConfigError")

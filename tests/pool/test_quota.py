@@ -205,3 +205,29 @@ def test_clearing_all_leaves_nothing_and_lets_nothing_reserved_before_appear(mak
     assert pool.stats()["used_bytes"] == 0
     assert store(pool, one, ["a"]) == [Outcome.RESERVED]
     pool.audit()
+
+
+def test_what_was_removed_lingers_as_long_as_somebody_holds_it(make_pool: MakePool, zygote: Zygote) -> None:
+    pool = make_pool()
+    one, two = pool.namespace("one"), pool.namespace("two")
+    store(pool, one, ["a", "b", "c", "d"])
+    store(pool, two, ["e"])
+    held, _ = pool.acquire(["a", "b", "e"])
+    pool.acquire(["a"])
+    actor = zygote.spawn("serve", pool.handle.path)
+    actor.call("acquire", ["c"])
+    assert pool.lingering(one) == 0
+    pool.remove(["a"])
+    assert pool.lingering(one) == 1
+    assert pool.clear_all()
+    assert (pool.lingering(one), pool.lingering(two)) == (3, 1)
+    store(pool, one, ["a", "f"])
+    pool.acquire(["a", "f"])
+    actor.kill()
+    pool.reap()
+    assert (pool.lingering(one), pool.lingering(two)) == (2, 1)
+    pool.release(held)
+    assert (pool.lingering(one), pool.lingering(two)) == (1, 0)
+    pool.audit()
+    with pytest.raises(ConfigError, match="no such namespace"):
+        pool.lingering(7)

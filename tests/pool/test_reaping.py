@@ -79,6 +79,7 @@ DEEDS: dict[str, Callable[[Pool, int], Callable[[], object]]] = {
     "reserve": lambda pool, ns: lambda: pool.reserve(ns, ["k7"], OBJECT_BYTES),
     "quota": lambda pool, ns: lambda: pool.set_quota(ns, None),
     "clear": lambda pool, ns: lambda: pool.clear(ns),
+    "lingering": lambda pool, ns: lambda: pool.lingering(ns),
 }
 
 

@@ -193,6 +193,38 @@ def test_a_removal_that_began_before_a_clear_does_not_count_for_it() -> None:
     assert len(store.removed) == 2
 
 
+def test_a_namespace_is_removed_once_nothing_of_it_is_being_sent_any_more(rig: Rig) -> None:
+    """Scenario: a put was under way when pool and store were cleared, and came to the store after it."""
+    far = rig.far()
+    clearing = Clearing(Namespace("n"))
+    name = BlockIdentityCodec(Namespace("n")).namespace_prefix + "a"
+    rig.put([name], 1)
+    rig.cluster.hang("put")
+    far.offer(rig.pool, [name])
+    rig.cluster.wait_hanging(1)
+    rig.pool.clear(rig.ns)
+    clearing.owe([(rig.pool, rig.ns)])
+    store = rig.connect()
+    store.open()
+    assert not clearing.wait_let_go(0.0)
+    assert not clearing(store)
+    rig.cluster.go_on()
+    assert clearing.wait_let_go(LONG_S)
+    assert clearing(store)
+    assert not rig.cluster.objects
+
+
+def test_a_pool_that_was_left_holds_up_no_removal(rig: Rig) -> None:
+    clearing = Clearing(Namespace("n"))
+    rig.put(["a"], 1)
+    rig.pool.acquire(["a"])
+    rig.pool.clear(rig.ns)
+    clearing.owe([(rig.pool, rig.ns)])
+    assert not clearing.wait_let_go(0.0)
+    rig.pool.close()
+    assert clearing.wait_let_go(0.0)
+
+
 # What can't go out now goes out later
 
 

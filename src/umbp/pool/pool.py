@@ -474,6 +474,11 @@ class Pool:
         """`clear` for every namespace."""
         return self.native.clear_all()
 
+    def lingering(self, ns: int) -> int | None:
+        """How many of the namespace's objects were removed or cleared away and are still pinned, by whomever;
+        None where that can't be told now."""
+        return self.native.lingering(ns)
+
     # Upkeep
 
     def stats(self) -> dict[str, int]:

@@ -112,7 +112,8 @@ class UMBPSchedulerHandle(Protocol):
         ...
 
     def clear(self) -> bool:
-        """Remove all objects of this handle's namespace, every rank and group; False if that failed.
+        """Remove all objects of this handle's namespace, every rank and group; False if that failed. True may
+        come before all are removed, if from now on none of them is found.
 
         What was stored but not published before the call can't be published afterwards, or is removed too.
         """

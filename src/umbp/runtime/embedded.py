@@ -8,7 +8,7 @@ the last process that attached it goes. No data and no question passes through a
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from umbp.data import KVLayoutDescriptor, Rank, RankTopology, UMBPNamespace
 from umbp.errors import SegmentError
@@ -88,8 +88,11 @@ class WorkersPools:
         return self._pools
 
     def clear(self) -> bool:
-        cleared = [pool.clear(self._namespace_ids[rank]) for rank, pool in self._pools.items()]
+        cleared = [pool.clear(number) for pool, number in self.namespaces()]
         return all(cleared)
+
+    def namespaces(self) -> Collection[tuple[Pool, int]]:
+        return [(pool, self._namespace_ids[rank]) for rank, pool in self._pools.items()]
 
     def close(self) -> None:
         for pool in self._pools.values():

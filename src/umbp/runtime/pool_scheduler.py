@@ -6,7 +6,7 @@ core's one thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -41,6 +41,10 @@ class PoolBinding(Protocol):
 
     def clear(self) -> bool:
         """Remove the namespace's objects from all of them."""
+        ...
+
+    def namespaces(self) -> Collection[tuple[Pool, int]]:
+        """Each of these pools with the number of the namespace in it. Never raises."""
         ...
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from umbp.data import BlockIdentityCodec, KVLayoutDescriptor, Rank, RankTopology, UMBPNamespace
@@ -156,8 +156,12 @@ class SharedBinding:
         return {} if found is None else dict.fromkeys(self._stored_ranks, found[0])
 
     def clear(self) -> bool:
+        cleared = [pool.clear(number) for pool, number in self.namespaces()]
+        return all(cleared)
+
+    def namespaces(self) -> Collection[tuple[Pool, int]]:
         found = self._pool.current() if self._pool is not None else None
-        return found is None or found[0].clear(found[1])
+        return () if found is None else (found,)
 
     def close(self) -> None:
         if self._pool is not None:

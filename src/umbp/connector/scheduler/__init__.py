@@ -113,6 +113,7 @@ class SchedulerSide:
         self._admitted: dict[str, tuple[int, BlockLoadBatch, bool]] = {}
         self._filling: set[bytes] = set()
         self._stores_before_reset: frozenset[int] = frozenset()
+        self._loads_before_reset: frozenset[int] = frozenset()
         self._reset_s = float("-inf")
         self._is_lazy = is_lazy
         self._events = events
@@ -172,7 +173,7 @@ class SchedulerSide:
             return None, False
         state = self._state(request)
         state.local_tokens = computed_tokens
-        if self._stores_before_reset:
+        if self._is_resetting:
             return 0, False
         tokens = self._matcher.match(state, computed_tokens)
         return tokens, bool(tokens) and self._load_async
@@ -301,7 +302,8 @@ class SchedulerSide:
             self._loads.report(event, result, report.load_reasons.get(event))
         for event, result in report.store_events.items():
             self._stores.report(event, result, report.store_reasons.get(event))
-            self._settle_reset(event)
+        if self._is_resetting:
+            self._settle_reset()
 
     def has_pending_stores(self) -> bool:
         """Whether source blocks are pinned, so that the engine must keep stepping to get them back."""
@@ -316,24 +318,27 @@ class SchedulerSide:
     def reset(self) -> bool:
         """Remove the namespace's objects; what was computed before is neither stored nor promised any more.
 
-        Stores that are under way may still publish old bytes: until they have ended nothing is promised, and
-        then the pool is cleared once more.
+        Stores that are under way may still publish old bytes, and loads may still fetch them: until all have
+        ended nothing is promised, and then the pool is cleared once more.
         """
         for state in self._requests.values():
             self._matcher.withdraw(state)
             state.is_stale = state.tracker.saved_tokens > 0 or state.is_loading or state.was_counted
-        self._stores_before_reset = self._stores.events()
+        self._stores_before_reset, self._loads_before_reset = self._stores.events(), self._loads.events()
         self._reset_s = self._clock()
         self._quarantine.clear()
         if self._writer is not None:
             self._writer.forget()
         return self._pool.clear()
 
-    def _settle_reset(self, event: int) -> None:
-        if event not in self._stores_before_reset or event in self._stores.events():
-            return
-        self._stores_before_reset -= {event}
-        if not self._stores_before_reset:
+    @property
+    def _is_resetting(self) -> bool:
+        return bool(self._stores_before_reset or self._loads_before_reset)
+
+    def _settle_reset(self) -> None:
+        self._stores_before_reset &= self._stores.events()
+        self._loads_before_reset &= self._loads.events()
+        if not self._is_resetting:
             self._pool.clear_soon()
 
     def take_events(self) -> Sequence[KVCacheEvent]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 
 from umbp.data import BlockIdentityCodec, Rank, RankTopology, UMBPNamespace
+from umbp.errors import SegmentError
+from umbp.pool import Pool
 from umbp.runtime.base import LookupState, Wanted
 from umbp.runtime.far.counts import FarCounts
 from umbp.runtime.far.lookup import FarLookups
@@ -15,16 +19,26 @@ from umbp.store.gate import StoreGate, StoreUnavailable
 CLEAR_TIMEOUT_S = 10.0
 """How long a clear of the store is waited for; it is tried again until it has been done."""
 
+HELD_PATIENCE_S = 1.0
+"""How long a clear waits for what is just being sent, which takes milliseconds."""
+
+HELD_PAUSE_S = 0.001
+
 LEAVE_S = 2.0
 
 
 class Clearing:
     """Whether the namespace must be removed from the store before anything there may be believed again. One
     thread owes, any may pay.
+
+    What is just being put when the pools are cleared would come to the store after the removal. Whoever puts
+    it holds it in the pool, so the removal waits until nothing that was cleared away is held any more.
     """
 
     def __init__(self, namespace: UMBPNamespace) -> None:
         self._prefix = BlockIdentityCodec(namespace).namespace_prefix
+        self._lock = threading.Lock()
+        self._cleared: Collection[tuple[Pool, int]] = ()
         self._owed = 0
         self._paid = 0
 
@@ -32,16 +46,42 @@ class Clearing:
     def is_owed(self) -> bool:
         return self._paid < self._owed
 
-    def owe(self) -> None:
-        """All that is there by now must go. A removal that has begun already does not count."""
-        self._owed += 1
+    def owe(self, cleared: Collection[tuple[Pool, int]] = ()) -> None:
+        """All that is there by now must go, and what is still on its way there from these pools, which have
+        been cleared. A removal that has begun already does not count.
+        """
+        with self._lock:
+            self._cleared = cleared
+            self._owed += 1
 
     def __call__(self, store: ClusterStore) -> bool:
         """Remove it if that is owed; False if it is still owed. The gate asks before it lets anyone in."""
         owed = self._owed
-        if self._paid < owed and store.remove_prefix(self._prefix) is Outcome.DONE:
-            self._paid = max(self._paid, owed)
+        if self._paid < owed and self._is_let_go() and store.remove_prefix(self._prefix) is Outcome.DONE:
+            with self._lock:
+                self._paid = max(self._paid, owed)
+                if not self.is_owed:
+                    self._cleared = ()
         return not self.is_owed
+
+    def wait_let_go(self, patience_s: float) -> bool:
+        """Whether nothing that was cleared away is held any more; waits so long for it."""
+        until_s = time.monotonic() + patience_s
+        while not self._is_let_go():
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(HELD_PAUSE_S)
+        return True
+
+    def _is_let_go(self) -> bool:
+        return not any(_is_held(pool, number) for pool, number in self._cleared)
+
+
+def _is_held(pool: Pool, namespace_id: int) -> bool:
+    try:
+        return pool.lingering(namespace_id) != 0
+    except SegmentError:
+        return False  # left, or damaged: nobody can tell any more
 
 
 class DistributedSchedulerHandle(PoolSchedulerHandle):
@@ -120,11 +160,11 @@ class DistributedSchedulerHandle(PoolSchedulerHandle):
         self._lookups.disbelieve(self._binding.pools().keys(), blocks)
 
     def clear_soon(self) -> None:
-        self._clearing.owe()
+        super().clear()
+        self._lookups.forget_all()
+        self._clearing.owe(self._binding.namespaces())
         # The gate removes what is there before it lets anyone in again.
         self._gate.report_broken()
-        self._lookups.forget_all()
-        super().clear()
 
     def clear(self) -> bool:
         # The pools once more at the end: what is fetched between the two would be old.
@@ -133,7 +173,10 @@ class DistributedSchedulerHandle(PoolSchedulerHandle):
         return all(cleared)
 
     def _clear_store(self) -> bool:
-        self._clearing.owe()
+        self._clearing.owe(self._binding.namespaces())
+        if not self._clearing.wait_let_go(HELD_PATIENCE_S):
+            self._gate.report_broken()
+            return True
         try:
             is_done = self._gate.call(self._clearing, CLEAR_TIMEOUT_S)
         except StoreUnavailable:
