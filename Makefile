@@ -5,6 +5,7 @@
 
 PYTHON ?=
 export PYTHON
+JOBS ?= 2
 KILLS ?= 10000
 STEPS ?= 1000000
 STORIES ?= 1000
@@ -15,7 +16,6 @@ LIFE ?=
 FAR ?=
 BIN := .venv/bin
 NATIVE_SOURCES = $(shell find native tests/native -path '*/third_party' -prune -o -name '*.[ch]pp' -print -o -name '*.h' -print)
-OTHER_VLLM := .venv-vllm033/bin/python
 
 .PHONY: help setup demo test test-quick check check-gpu format bench setup-vllm033 setup-mooncake soak stories soak-pool sanitize clean
 
@@ -28,21 +28,11 @@ setup:  ## build .venv: vLLM's CPU build, the tools, the stores, the native core
 demo: setup  ## a real engine restores a long prompt from the pool (DEMO_ARGS=--json for programs)
 	@$(BIN)/umbp demo $(DEMO_ARGS)
 
-# pytest's exit code 5 says that no test was selected. 0.33 goes first, so that the main run's line comes last.
-test: setup  ## every test; those marked vllm033 on vLLM 0.33 too, where `make setup-vllm033` has run
-	@status=0; \
-	if [ -x $(OTHER_VLLM) ]; then \
-	  echo "-- vLLM 0.33: the tests marked vllm033"; \
-	  $(OTHER_VLLM) -m pytest -m vllm033 $(PYTEST_ARGS) || [ $$? -eq 5 ] || status=1; \
-	else \
-	  echo "-- vLLM 0.33 isn't set up here (make setup-vllm033): its tests are skipped"; \
-	fi; \
-	echo "-- every test"; \
-	$(BIN)/python -m pytest $(PYTEST_ARGS) || status=1; \
-	exit $$status
+test: setup  ## every test; those marked vllm033 on vLLM 0.33 too, where `make setup-vllm033` has run (JOBS=1: one at a time)
+	@$(BIN)/python scripts/run_tests.py --jobs $(JOBS) $(PYTEST_ARGS)
 
 test-quick: setup  ## the tests that start no engine
-	@$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	@$(BIN)/python scripts/run_tests.py --quick --jobs $(JOBS) $(PYTEST_ARGS)
 
 check: setup  ## lint, formatting, types, and README's table of options
 	$(BIN)/ruff check .

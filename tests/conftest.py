@@ -32,6 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
             if not has_vllm:
                 item.add_marker(pytest.mark.skip(reason="vLLM isn't installed: run `make setup`"))
+        if item.get_closest_marker("alone") is not None and item.get_closest_marker("vllm033") is not None:
+            raise pytest.UsageError(f"{item.nodeid}: what is run alone is run on one vLLM only")
 
 
 @pytest.fixture(scope="session")

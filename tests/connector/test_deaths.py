@@ -15,7 +15,7 @@ from scripted import BLOCK
 
 from umbp.testing.stores.servers import why_no_mooncake
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

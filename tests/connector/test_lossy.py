@@ -12,7 +12,7 @@ import pytest
 
 from umbp.testing.stores.servers import why_no_mooncake
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 TRIAL = "ip link set lo up && tc qdisc replace dev lo root blackhole"
 

@@ -88,6 +88,7 @@ def say_nothing(what: str, done: int, total: int) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.alone  # its times are compared
 @pytest.mark.timeout(600)
 def test_the_demo_restores_a_long_document_and_says_so(cache: Path) -> None:
     done = run_demo(cache, "--json")

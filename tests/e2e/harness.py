@@ -131,14 +131,13 @@ class EngineSpec:
         return arguments | dict(self.arguments)
 
     def process_environment(self, run_folder: Path) -> dict[str, str]:
-        first_core = min(os.sched_getaffinity(0))
         paths = [str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
         environment = dict(os.environ)
         environment.update(
             PYTHONPATH=os.pathsep.join(path for path in paths if path),
             VLLM_RPC_BASE_PATH=str(run_folder),
             # Unpinned runs differ in speed and in the last digits. Two ranks can't be pinned on one node.
-            VLLM_CPU_OMP_THREADS_BIND=str(first_core) if self.workers == 1 else "nobind",
+            VLLM_CPU_OMP_THREADS_BIND=str(own_core()) if self.workers == 1 else "nobind",
             VLLM_CPU_KVCACHE_SPACE="1",
             VLLM_ENABLE_V1_MULTIPROCESSING="0" if self.is_in_process else "1",
             VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # functions go to workers by collective_rpc
@@ -152,6 +151,13 @@ class EngineSpec:
             environment["OMP_NUM_THREADS"] = "1"
         environment.update(self.environment)
         return environment
+
+
+def own_core() -> int:
+    """Where engines compute that this process starts: processes that run tests side by side have one each."""
+    cores = sorted(os.sched_getaffinity(0))
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    return cores[number % len(cores)]
 
 
 UMBP: tuple[tuple[str, Any], ...] = (("capacity_bytes", 64 << 20),)

@@ -82,6 +82,7 @@ def test_latent_attention_that_is_turned_wrongly_is_refused_in_a_sentence_with_a
     assert 'start vLLM with --compilation-config \'{"custom_ops": ["-rotary_embedding"]}\'' in said
 
 
+@pytest.mark.alone  # it looks at the whole machine's shared memory
 def test_an_engine_killed_five_times_over_leaves_nothing_behind(tmp_path: Path) -> None:
     """`kill -9` of the engine core and its workers while they store and restore: no memory is held, no file
     is left, no process stays, and the next start doesn't hang.

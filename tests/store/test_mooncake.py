@@ -275,6 +275,7 @@ def test_what_is_being_put_is_neither_read_nor_removed_and_comes(
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("fault", ["silent", "dead"])
 def test_behind_a_gate_a_master_that_fails_costs_one_timeout_and_its_return_nothing(
     cluster: MortalMooncake, fault: str
