@@ -12,7 +12,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -208,6 +208,9 @@ class _Binding:
 
     def clear(self) -> bool:
         return False
+
+    def namespaces(self) -> Collection[tuple[Any, int]]:
+        return ()
 
     def close(self) -> None:
         """The pool is its owner's."""

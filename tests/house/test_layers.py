@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
 
 LAYERS = (
-    {"errors", "kinds", "options", "data"},
+    {"errors", "kinds", "options", "plugins", "data"},
     {"transfer", "pool", "store", "sim"},
     {"runtime"},
     {"connector", "testing"},

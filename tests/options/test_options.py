@@ -23,7 +23,7 @@ from umbp.options import (
     markdown_table,
     parse_options,
 )
-from umbp.runtime.factory import BUILT_IN
+from umbp.runtime import factory
 
 GiB = 1024**3
 
@@ -191,7 +191,7 @@ def test_the_nearest_word_is_found_whatever_its_case_and_given_as_it_is_written(
 
 
 def test_every_built_in_mode_has_a_runtime() -> None:
-    assert set(BUILT_IN) == set(BUILT_IN_MODES)
+    assert set(factory.MODES.built_in) == set(BUILT_IN_MODES)
 
 
 @pytest.mark.parametrize("name", LATER_OPTIONS)

@@ -10,7 +10,7 @@ from umbp.errors import ConfigError, SegmentError
 from umbp.options import Options, parse_options
 from umbp.runtime.base import Capabilities, capabilities_of
 from umbp.runtime.embedded import EmbeddedRuntime
-from umbp.runtime.factory import create_runtime, plug_in_modes
+from umbp.runtime.factory import MODES, create_runtime
 from umbp.runtime.null import NullRuntime
 from umbp.testing.plugins import write_plug_in
 
@@ -63,7 +63,7 @@ def test_a_plug_in_is_found_by_its_mode_and_given_the_options(plug_ins: Path) ->
     from umbp_test_plug_in import made  # type: ignore[import-not-found]
 
     assert made == [options]
-    assert "attic" in plug_in_modes()
+    assert "attic" in MODES.plug_ins()
 
 
 def test_a_misspelt_mode_is_answered_with_the_nearest_one_and_the_list(plug_ins: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_plug_in_s_own_refusal_is_passed_on(plug_ins: Path) -> None:
 def test_a_plug_in_can_t_take_a_built_in_name(plug_ins: Path) -> None:
     write_plug_in(plug_ins, "embedded", "umbp_test_plug_in:make")
     assert isinstance(create_runtime(options_of("embedded")), EmbeddedRuntime)
-    assert "embedded" not in plug_in_modes()
+    assert "embedded" not in MODES.plug_ins()
 
 
 def test_two_plug_ins_of_one_mode_are_refused(plug_ins: Path) -> None:

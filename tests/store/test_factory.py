@@ -14,7 +14,7 @@ import pytest
 from umbp.errors import ConfigError
 from umbp.options import Options
 from umbp.store.base import ClusterStore, StoreError
-from umbp.store.factory import BUILT_IN, GROUP, create_store, plug_in_stores
+from umbp.store.factory import STORES, create_store
 from umbp.store.mooncake_client import MooncakeSettings
 from umbp.store.redis import RedisSettings
 from umbp.store.settings import markdown_table, read_settings, rows_of
@@ -86,7 +86,7 @@ def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def offer(folder: Path, name: str, callable_name: str, distribution: str = "umbp-test-plugin") -> None:
-    write_plug_in(folder, name, f"umbp_test_attic:{callable_name}", distribution, GROUP)
+    write_plug_in(folder, name, f"umbp_test_attic:{callable_name}", distribution, STORES.group)
 
 
 def test_a_plug_in_is_found_by_its_name_and_given_the_options(plug_ins: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_plug_in_is_found_by_its_name_and_given_the_options(plug_ins: Path) ->
     from umbp_test_attic import made  # type: ignore[import-not-found]
 
     assert made == [(options, True)]
-    assert "attic" in plug_in_stores()
+    assert "attic" in STORES.plug_ins()
 
 
 def test_a_misspelt_store_is_answered_with_the_nearest_one_and_the_list(plug_ins: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_misspelt_store_is_answered_with_the_nearest_one_and_the_list(plug_ins
 
 def test_a_built_in_name_cannot_be_taken(plug_ins: Path) -> None:
     offer(plug_ins, "redis", "make")
-    assert "redis" not in plug_in_stores()
+    assert "redis" not in STORES.plug_ins()
     assert "has no option 'depth'" in refusal("redis", depth=3)
 
 
@@ -136,7 +136,7 @@ def test_a_plug_in_that_fails_is_one_sentence(plug_ins: Path, callable_name: str
     assert words in refusal("attic")
 
 
-@pytest.mark.parametrize("store", BUILT_IN)
+@pytest.mark.parametrize("store", STORES.built_in)
 def test_every_setting_is_read_and_none_is_untested(store: str) -> None:
     given = RIGHT_VALUES[store]
     read: object = read_settings(SETTINGS[store], store, given)
@@ -146,7 +146,7 @@ def test_every_setting_is_read_and_none_is_untested(store: str) -> None:
         assert getattr(read, name) == expected
 
 
-@pytest.mark.parametrize("store", BUILT_IN)
+@pytest.mark.parametrize("store", STORES.built_in)
 def test_an_unknown_setting_is_answered_with_the_nearest_right_one(store: str) -> None:
     assert "did you mean 'timeout_ms'" in refusal(store, timeout=3)
     assert "there are " in refusal(store, zzz=1)
@@ -205,7 +205,7 @@ def test_a_missing_system_library_is_named_with_debians_packages(tmp_path: Path)
     assert "apt-get install libibverbs1 libnuma1 libcurl4" in told
 
 
-@pytest.mark.parametrize("store", BUILT_IN)
+@pytest.mark.parametrize("store", STORES.built_in)
 def test_nobody_there_is_one_sentence_when_the_store_is_opened(store: str, closed_port: int) -> None:
     pytest.importorskip(store, reason=f"the package of {store} isn't installed: run `make setup`")
     where = {"mooncake": {"master": f"127.0.0.1:{closed_port}"}, "redis": {"port": closed_port}}[store]
@@ -215,7 +215,7 @@ def test_nobody_there_is_one_sentence_when_the_store_is_opened(store: str, close
     opened.close()
 
 
-@pytest.mark.parametrize("store", BUILT_IN)
+@pytest.mark.parametrize("store", STORES.built_in)
 def test_the_table_of_the_documentation_is_the_current_one(store: str, project_root: Path) -> None:
     text = (project_root / "docs" / "stores.md").read_text()
     assert markdown_table(SETTINGS[store]) in text

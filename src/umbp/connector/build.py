@@ -23,7 +23,7 @@ from umbp.data import EngineTopology, KVLayoutPlanner, KVRegion
 from umbp.data.identity import layer_spec
 from umbp.options import Options, parse_options
 from umbp.runtime.base import IUMBPRuntime, capabilities_of
-from umbp.runtime.factory import create_runtime, plug_in_modes
+from umbp.runtime.factory import MODES, create_runtime
 from umbp.runtime.wrap.faulty import FAULTS_VARIABLE, FaultPlan, FaultyRuntime
 
 logger = init_logger("vllm.umbp")
@@ -83,7 +83,7 @@ def check_options(extra: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for options that can't be served, as far as they tell without an engine."""
     options = parse_options(extra)
     # A plug-in's own code waits for the engine's processes; that it exists can be told here.
-    if options.mode not in plug_in_modes():
+    if options.mode not in MODES.plug_ins():
         create_runtime(options)
 
 

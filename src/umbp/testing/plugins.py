@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from umbp.runtime.factory import GROUP
+from umbp.runtime.factory import MODES
 
 
 def write_plug_in(
-    folder: Path, name: str, value: str, distribution: str = "umbp-test-plugin", group: str = GROUP
+    folder: Path, name: str, value: str, distribution: str = "umbp-test-plugin", group: str = MODES.group
 ) -> Path:
     """Makes `folder` offer the mode (or what the group has) as `value` ("module:callable"); returns the
     folder.
