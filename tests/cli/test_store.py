@@ -151,6 +151,13 @@ class TestMemoryOfACluster:
         assert store_checks.mooncake_memory(small, 0, options).state == "note"
         assert store_checks.mooncake_memory(small, 0, Options()).state == "ok"
 
+    def test_a_worker_that_hasnt_the_memory_that_it_is_to_offer_is_bad(self) -> None:
+        for segment, states in (("1000000GiB", ["bad"]), ("16MiB", []), (0, [])):
+            options = configured("mooncake", master="h:1", segment_bytes=segment)
+            checks = list(store_checks.check_segment(options))
+            assert [check.state for check in checks] == states
+            assert all("doesn't fit" in check.text for check in checks)
+
     def test_rdma_needs_memory_that_may_be_locked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         options = configured("mooncake", master="h:1", protocol="rdma")
         for limit, state in ((8 << 20, "bad"), (8 << 30, "ok"), (resource.RLIM_INFINITY, "ok")):
@@ -323,9 +330,11 @@ class TestMooncake:
     @pytest.mark.parametrize(
         ("arguments", "word"),
         [
-            (("--segment", "1MiB"), "no Mooncake master answers"),
+            (("--segment", "16MiB"), "there, or mend --master\n"),
+            (("--segment", "1MiB"), "--segment must be 0 or at least 16 MiB"),
+            (("--segment", "16MiB", "--protocol", "rdma"), "--protocol is rdma"),
             (("--segment", "0"), "no memory"),
-            (("--segment", "1000000GiB"), "doesn't fit"),
+            (("--segment", "1000000GiB"), "--segment of 976.56 TiB doesn't fit"),
             (("--segment", "1MiB", "--protocol", "smoke-signals"), "protocol"),
             (("--segment", "1MiB", "--device", "mlx5_0"), "device"),
         ],
@@ -338,6 +347,30 @@ class TestMooncake:
         assert done.returncode == 2
         assert done.stderr.startswith("umbp: ")
         assert word in done.stderr
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (("--segment", "16MiB", "--local-hostname", "a..b"), "--local-hostname can't be found: a..b"),
+            (("--segment", "16MiB", "--timeout-ms", "200"), "doesn't answer as a Mooncake master"),
+        ],
+    )
+    def test_a_node_that_cannot_join_says_why_in_one_sentence(
+        self, master: Server, tmp_path: Path, arguments: tuple[str, ...], words: str
+    ) -> None:
+        silent = servers.start_master(tmp_path / "log")
+        try:
+            if "--timeout-ms" in arguments:
+                silent.stop()
+            command = [sys.executable, "-m", "umbp", "store", "node", "--master", silent.address]
+            done = subprocess.run(
+                [*command, *arguments], capture_output=True, text=True, check=False, timeout=60
+            )
+        finally:
+            silent.kill()
+        assert done.returncode == 2
+        assert done.stderr.startswith("umbp: ")
+        assert words in done.stderr
 
     def test_the_doctor_tells_all_of_it_in_one_object(self, master: Server, metrics_port: int) -> None:
         config = {

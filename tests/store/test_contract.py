@@ -10,7 +10,7 @@ import pytest
 
 from umbp.store.base import ClusterStore
 from umbp.store.mooncake import MooncakeStore
-from umbp.store.mooncake_client import MooncakeSettings
+from umbp.store.mooncake_settings import MooncakeSettings
 from umbp.store.redis import RedisSettings, RedisStore
 from umbp.testing.stores.contract import StoreContract, StoreDeathContract
 from umbp.testing.stores.faulty import Faults, FaultyStore

@@ -15,7 +15,7 @@ from umbp.errors import ConfigError
 from umbp.options import Options
 from umbp.store.base import ClusterStore, StoreError
 from umbp.store.factory import STORES, create_store
-from umbp.store.mooncake_client import MooncakeSettings
+from umbp.store.mooncake_settings import MooncakeSettings, read_mooncake_settings
 from umbp.store.redis import RedisSettings
 from umbp.store.settings import markdown_table, read_settings, rows_of
 from umbp.testing.plugins import write_plug_in
@@ -162,6 +162,9 @@ def test_an_unknown_setting_is_answered_with_the_nearest_right_one(store: str) -
         ("mooncake", {"master": "a:1", "segment_bytes": None}, "not null"),
         ("mooncake", {"master": "a:1", "device": "mlx5_0"}, "no effect without protocol 'rdma'"),
         ("mooncake", {"master": "a:1", "timeout_ms": True}, "must be a whole number"),
+        ("mooncake", {"master": "a:99999"}, "must have a port from 1 to 65535, not 'a:99999'"),
+        ("mooncake", {"master": "a:0"}, "must have a port from 1 to 65535"),
+        ("mooncake", {"master": "a:1", "segment_bytes": "4MiB"}, "must be 0 or at least 16 MiB, not 4 MiB"),
         ("redis", {"url": "redis://a", "host": "b"}, "exclude each other"),
         ("redis", {"url": "redis://a", "port": 7}, "no effect beside 'url'"),
         ("redis", {"url": "http://a"}, "must be an URL: redis://"),
@@ -176,6 +179,21 @@ def test_a_wrong_setting_is_one_sentence_that_says_what_to_write(
     text = refusal(store, **settings)
     assert words in text
     assert "secret" not in text
+
+
+def test_rdma_without_its_devices_is_refused_though_mooncake_would_go_over_tcp(tmp_path: Path) -> None:
+    def read(devices: Path, **more: str) -> MooncakeSettings:
+        return read_mooncake_settings({"master": "a:1", "protocol": "rdma", **more}, str(devices))
+
+    for devices in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ConfigError, match=r"this host shows none.*write 'tcp'"):
+            read(devices)
+    for name in ("mlx5_0", "mlx5_1"):
+        (tmp_path / name).mkdir()
+    assert read(tmp_path).protocol == "rdma"
+    assert read(tmp_path, device="mlx5_1,mlx5_0").device == "mlx5_1,mlx5_0"
+    with pytest.raises(ConfigError, match=r"'mlx_0'; did you mean 'mlx5_0'.*mlx5_0, mlx5_1"):
+        read(tmp_path, device="mlx5_1,mlx_0")
 
 
 @pytest.mark.parametrize(("store", "module"), [("mooncake", "mooncake"), ("redis", "redis")])

@@ -20,7 +20,7 @@ from umbp.store import mooncake, mooncake_client, mooncake_codes
 from umbp.store.base import Outcome, StoreError
 from umbp.store.gate import StoreGate, StoreUnavailable
 from umbp.store.mooncake import MooncakeStore
-from umbp.store.mooncake_client import MooncakeSettings
+from umbp.store.mooncake_settings import MooncakeSettings
 from umbp.testing.stores.rig import StoreRig
 from umbp.testing.stores.servers import MortalMooncake, start_node
 

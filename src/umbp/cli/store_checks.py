@@ -26,6 +26,7 @@ from umbp.options import Options
 from umbp.store.base import ClusterStore, Outcome, StoreError
 from umbp.store.factory import StoreMaker, create_store
 from umbp.store.mooncake_master import METRICS_PORT, MasterFigures, master_figures
+from umbp.store.mooncake_settings import require_room
 
 T = TypeVar("T")
 
@@ -158,6 +159,7 @@ def _check_memory(options: Options, told: Mapping[str, str], metrics_port: int) 
     if options.store == "redis":
         yield from _check_redis_memory(told)
     elif options.store == "mooncake":
+        yield from check_segment(options)
         host, _, _ = told.get("master", "").rpartition(":")
         figures = master_figures(host.strip("[]"), metrics_port, FIGURES_TIMEOUT_S)
         if figures is None:
@@ -168,6 +170,16 @@ def _check_memory(options: Options, told: Mapping[str, str], metrics_port: int) 
             yield Check("store memory", "note", text)
         else:
             yield mooncake_memory(figures, _segment_bytes(options), options)
+
+
+def check_segment(options: Options) -> Iterator[Check]:
+    """Whether a worker has the memory that it is to offer beside its pool."""
+    segment_bytes = _segment_bytes(options)
+    if segment_bytes:
+        try:
+            require_room(segment_bytes, _near_bytes(options))
+        except ConfigError as error:
+            yield Check("segment", "bad", str(error))
 
 
 def _check_redis_memory(told: Mapping[str, str]) -> Iterator[Check]:

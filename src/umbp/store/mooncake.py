@@ -24,14 +24,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from umbp.errors import ConfigError, InvariantError
+from umbp.errors import InvariantError
 from umbp.options import Options
 from umbp.store.base import Outcome, StoreError, StoreTraits
 from umbp.store.mooncake_client import (
     INSIDE,
     MODULE,
     PROBE_KEY,
-    MooncakeSettings,
     leave,
     listens,
     own_address,
@@ -47,9 +46,7 @@ from umbp.store.mooncake_codes import (
     outcome_of_put,
     outcome_of_remove,
 )
-from umbp.store.settings import read_settings
-
-NAME = "mooncake"
+from umbp.store.mooncake_settings import NAME, MooncakeSettings, read_mooncake_settings, require_room
 
 MOST_RANGES = 1024
 """Ranges under way at once, over all threads: 2,048 fail now and then, 1,024 never did. One object is one
@@ -80,9 +77,9 @@ TRAITS = {
 
 
 def make_store(options: Options, *, serves_memory: bool) -> MooncakeStore:
-    settings = read_settings(MooncakeSettings, NAME, options.store_options)
-    if settings.device and settings.protocol != "rdma":
-        raise ConfigError("option 'device' in 'store_options' has no effect without protocol 'rdma'")
+    settings = read_mooncake_settings(options.store_options)
+    if serves_memory:
+        require_room(settings.segment_bytes)
     require_library()
     return MooncakeStore(settings, serves_memory=serves_memory)
 

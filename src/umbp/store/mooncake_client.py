@@ -16,14 +16,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from umbp.errors import ConfigError, InvariantError
-from umbp.kinds import Choice, Size, Text, Whole
 from umbp.store.base import StoreError
-from umbp.store.settings import setting
+from umbp.store.mooncake_settings import MooncakeSettings
 
 DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 MODULE = "mooncake.store"
@@ -87,43 +85,6 @@ INSIDE = Inside()
 """Of this process."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MooncakeSettings:
-    """`store_options` of the store `mooncake`."""
-
-    master: str = setting(
-        "",
-        Text("host:port", r"[^\s:/]+:[0-9]{1,5}|\[[0-9a-fA-F:]+\]:[0-9]{1,5}"),
-        "where `mooncake_master` listens for calls",
-        is_required=True,
-    )
-    protocol: str = setting("tcp", Choice(("tcp", "rdma")), "how bytes move between hosts")
-    device: str = setting(
-        "",
-        Text("names of RDMA devices, with commas between", r"[A-Za-z0-9_.-]+(,[A-Za-z0-9_.-]+)*"),
-        "the devices to use; with `rdma` alone",
-        default="all",
-    )
-    segment_bytes: int = setting(
-        0, Size(low=0), "memory that each worker offers to the cluster; 0: none, storage nodes have it all"
-    )
-    buffer_bytes: int = setting(
-        0, Size(low=0), "memory of Mooncake's own for calls that copy; nothing here makes such calls"
-    )
-    local_hostname: str | None = setting(
-        None,
-        Text("a host's name or address", r"[^\s:/]+"),
-        "by which the other hosts reach this one",
-        default="the address from which the master is reached",
-    )
-    metadata: str = setting("P2PHANDSHAKE", Text("P2PHANDSHAKE or an URL"), "Mooncake's metadata server")
-    timeout_ms: int = setting(
-        1500,
-        Whole(100, 600_000, "ms"),
-        "a master or node that is silent for longer is taken for dead; of the whole process",
-    )
-
-
 def require_library() -> None:
     """`ConfigError` of one sentence where Mooncake can't be loaded here."""
     if importlib.util.find_spec("mooncake") is None:
@@ -154,6 +115,9 @@ def set_environment(timeout_ms: int) -> None:
         os.environ.setdefault(name, str(value))
 
 
+_SAID_ALWAYS = "Local segment descriptor not found"
+"""An error to Mooncake's log, of every client that is set up."""
+
 _TRIAL = """
 import os, sys
 from mooncake.store import MooncakeDistributedStore as Store
@@ -177,6 +141,8 @@ def require_master(settings: MooncakeSettings) -> None:
             f"no Mooncake master answers at {settings.master} ({error}); start mooncake_master there, or "
             "mend 'master' in 'store_options'"
         ) from error
+    if settings.local_hostname is not None:
+        require_name(settings.local_hostname)
     local = settings.local_hostname or own_address(settings.master)
     arguments = (local, settings.metadata, settings.protocol, settings.device, settings.master, PROBE_KEY)
     try:
@@ -192,9 +158,21 @@ def require_master(settings: MooncakeSettings) -> None:
     except subprocess.TimeoutExpired as error:
         raise StoreError(f"the Mooncake master at {settings.master} is silent") from error
     if done.returncode != 0:
-        errors = [line for line in done.stderr.decode(errors="replace").splitlines() if line.startswith("E")]
-        why = errors[-1].partition("] ")[2] if errors else f"exit code {done.returncode}"
-        raise StoreError(f"the Mooncake master at {settings.master} takes no client: {why}")
+        why = first_error(done.stderr.decode(errors="replace")) or f"exit code {done.returncode}"
+        if "RPC call timed out" in why:
+            raise StoreError(
+                f"what listens at {settings.master} doesn't answer as a Mooncake master: it is stopped, or "
+                "something else (it may be the master's metrics); mend 'master' in 'store_options'"
+            )
+        raise StoreError(f"no client of the Mooncake master at {settings.master} can be set up: {why}")
+
+
+def first_error(log: str) -> str:
+    """What Mooncake says first in its log of errors; later lines tell what came of it. Empty where it says
+    nothing.
+    """
+    errors = [line.partition("] ")[2] for line in log.splitlines() if line.startswith("E")]
+    return next((each for each in errors if not each.startswith(_SAID_ALWAYS)), "")
 
 
 def _connect(settings: MooncakeSettings) -> None:
@@ -264,6 +242,17 @@ def own_address(master: str) -> str:
     except (OSError, OverflowError, IndexError) as error:
         raise StoreError(
             f"the host of 'master' in 'store_options' can't be found: {master} ({error})"
+        ) from error
+
+
+def require_name(local_hostname: str) -> None:
+    """`StoreError` for a name that nobody can resolve: whoever announces it is found by nobody."""
+    try:
+        socket.getaddrinfo(local_hostname, None)
+    except (OSError, UnicodeError) as error:
+        raise StoreError(
+            f"'local_hostname' in 'store_options' can't be found: {local_hostname} ({error}); give the name "
+            "or address by which the other hosts reach this one"
         ) from error
 
 

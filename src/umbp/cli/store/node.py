@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -18,7 +19,7 @@ from umbp.cli.pool.places import AS_JSON, SIZE
 from umbp.errors import ConfigError
 from umbp.kinds import format_size
 from umbp.options import Options
-from umbp.pool.limits import memory_limits, refuse_over_limit
+from umbp.store.base import StoreError
 from umbp.store.mooncake import MooncakeStore, make_store
 
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -50,7 +51,6 @@ def node(
     """
     if segment == 0:
         raise ConfigError("a node that offers no memory is of no use; give --segment 64GiB")
-    refuse_over_limit(segment, memory_limits(), "a segment")
     given = {
         "master": master,
         "segment_bytes": segment,
@@ -62,8 +62,11 @@ def node(
     settings = {name: value for name, value in given.items() if value is not None}
     # Before any thread is there: all inherit it, and Mooncake's own handlers are never asked.
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
-    store = make_store(Options(store_options=settings), serves_memory=True)
-    store.open()
+    try:
+        store = make_store(Options(store_options=settings), serves_memory=True)
+        store.open()
+    except (ConfigError, StoreError) as error:
+        raise type(error)(_by_flags(str(error))) from None
     told = store.describe()
     if as_json:
         click.echo(json.dumps({"master": master, "client": told["client"], "segment_bytes": segment}))
@@ -72,6 +75,15 @@ def node(
     sys.stdout.flush()
     signal.sigwait(ENDINGS)
     _leave(store)
+
+
+def _by_flags(text: str) -> str:
+    """The sentence with this command's flags in place of the settings that an engine would have."""
+
+    def flag(found: re.Match[str]) -> str:
+        return f"--{found[1].removesuffix('_bytes').replace('_', '-')}"
+
+    return re.sub(r"(?:option )?'(\w+)' in 'store_options'", flag, text)
 
 
 def _leave(store: MooncakeStore) -> None:

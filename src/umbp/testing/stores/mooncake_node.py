@@ -8,7 +8,7 @@ import os
 import sys
 
 from umbp.store.mooncake import MooncakeStore
-from umbp.store.mooncake_client import MooncakeSettings
+from umbp.store.mooncake_settings import MooncakeSettings
 
 
 def main() -> None:

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from umbp.errors import ConfigError, UMBPError
 from umbp.store.mooncake import MooncakeStore
-from umbp.store.mooncake_client import MooncakeSettings, require_library
+from umbp.store.mooncake_client import require_library
+from umbp.store.mooncake_settings import MooncakeSettings
 from umbp.store.redis import RedisSettings, RedisStore
 
 START_TIMEOUT_S = 30.0
