@@ -84,6 +84,11 @@ struct Keys {
   bool raw = false;
 };
 
+template <class T>
+std::vector<T> vector_of(const Column<T>& column) {
+  return {column.data(), column.data() + column.shape(0)};
+}
+
 inline std::span<const u64> span_of(const Column<u64>& column) {
   return {column.data(), column.shape(0)};
 }
