@@ -39,6 +39,14 @@ class TestDistributedRuntime(RuntimeContract):
         return distributed(cluster)
 
 
+class TestDistributedRuntimeOfRanksThatHoldTheSame(RuntimeContract):
+    kv_tp_replicas = 2
+
+    @pytest.fixture
+    def runtime(self, cluster: MemoryCluster) -> IUMBPRuntime:
+        return distributed(cluster)
+
+
 @pytest.mark.slow
 class TestDistributedRuntimeOnASharedPool(RuntimeContract):
     @pytest.fixture
@@ -46,6 +54,11 @@ class TestDistributedRuntimeOnASharedPool(RuntimeContract):
         folder = Path(tempfile.mkdtemp(prefix="umbp-test-", dir="/dev/shm"))
         yield distributed(cluster, pool="p", pool_dir=str(folder))
         shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+class TestDistributedRuntimeOfRanksThatHoldTheSameOnASharedPool(TestDistributedRuntimeOnASharedPool):
+    kv_tp_replicas = 2
 
 
 @pytest.mark.slow

@@ -37,6 +37,11 @@ class TestEmbeddedRuntime(RuntimeContract):
         return embedded()
 
 
+@pytest.mark.slow
+class TestEmbeddedRuntimeOfRanksThatHoldTheSame(TestEmbeddedRuntime):
+    kv_tp_replicas = 2
+
+
 class TestSmallEmbeddedRuntime(RuntimeContract):
     capacity_objects = 12
 

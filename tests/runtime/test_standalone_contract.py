@@ -44,6 +44,11 @@ class TestStandaloneRuntime(RuntimeContract):
         return standalone(folder)
 
 
+@pytest.mark.slow
+class TestStandaloneRuntimeOfRanksThatHoldTheSame(TestStandaloneRuntime):
+    kv_tp_replicas = 2
+
+
 class TestSmallStandaloneRuntime(RuntimeContract):
     capacity_objects = 12
 

@@ -64,11 +64,11 @@ class DistributedRuntime:
         options = self._options
         clearing = Clearing(namespace)
         gate = self._open_gate(serves_memory=False, before_return=clearing)
-        binding, stored_as = self._binding(namespace, topology, layout)
+        stored_as = {rank: standing_for(rank, layout) for rank in topology.all_namespaces()}
         return DistributedSchedulerHandle(
             namespace,
             topology,
-            binding,
+            self._binding(namespace, topology, set(stored_as.values())),
             stored_as,
             gate,
             clearing,
@@ -86,22 +86,23 @@ class DistributedRuntime:
         return gate
 
     def _binding(
-        self, namespace: UMBPNamespace, topology: RankTopology, layout: KVLayoutDescriptor
-    ) -> tuple[PoolBinding, dict[Rank, Rank] | None]:
+        self, namespace: UMBPNamespace, topology: RankTopology, stored_ranks: set[Rank]
+    ) -> PoolBinding:
         patience_s = lookup_patience_s(self._options)
         if self._path is None:
-            return WorkersPools(namespace, topology, patience_s), None
-        stored_as = {rank: standing_for(rank, layout) for rank in topology.all_namespaces()}
-        stored_ranks = set(stored_as.values())
-        return SharedBinding(self._path, namespace, topology, stored_ranks, patience_s), stored_as
+            return WorkersPools(namespace, topology, patience_s)
+        return SharedBinding(self._path, namespace, topology, stored_ranks, patience_s)
 
     def create_worker_handle(
         self, namespace: UMBPNamespace, topology: RankTopology, layout: KVLayoutDescriptor
     ) -> PoolWorkerHandle:
         options = self._options
         rank = topology.local_namespace
-        standing = rank if self._path is None else standing_for(rank, layout)
+        # In every pool and in the store objects have the standing rank's keys, so that engines of both
+        # set-ups find them.
+        standing = standing_for(rank, layout)
         tp, pcp, dcp, pp = standing
+        has_own_pool = self._path is None
         keeper: PoolKeeper = (
             OwnPool(options, namespace, topology.rank_count)
             if self._path is None
@@ -112,14 +113,16 @@ class DistributedRuntime:
             self._traits,
             timeout_s=options.timeout_ms / 1000,
             has_checksums=options.verify != "off",
+            # In pools of their own all that hold the same store it; the store needs it once.
+            sends=rank == standing or not has_own_pool,
         )
         first = topology.all_namespaces()[0]
         return PoolWorkerHandle(
             options,
-            # Whoever of those that hold the first rank's KV is quickest stores it for all.
-            layout.counted_if(standing == first),
+            # In a shared pool, whoever of those that hold the first rank's KV is quickest stores it for all.
+            layout.counted_if((rank if has_own_pool else standing) == first),
             keeper,
             shared_codec=None if standing == rank else BlockIdentityCodec(namespace, tp, pp, pcp, dcp),
-            counts_usage=self._path is None or rank == first,
+            counts_usage=has_own_pool or rank == first,
             far=far,
         )

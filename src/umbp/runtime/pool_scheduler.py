@@ -33,7 +33,8 @@ class PoolBinding(Protocol):
         ...
 
     def pools(self) -> Mapping[Rank, Pool]:
-        """By the rank under whose keys objects are stored; empty while there is none. Never raises.
+        """By rank; one pool that several share is there for each rank under whose keys it has objects. Empty
+        while there is none. Never raises.
 
         A pool that was replaced is left to whoever still holds tickets of it.
         """
@@ -73,7 +74,9 @@ class PoolSchedulerHandle:
         binding: PoolBinding,
         stored_as: Mapping[Rank, Rank] | None = None,
     ) -> None:
-        """`stored_as` names, for ranks that hold the same as another, the rank that stands for them."""
+        """`stored_as` names, for ranks that hold the same as another, the rank that stands for them: its keys
+        are those of their objects, in whichever pool.
+        """
         self._codec = BlockIdentityCodec(namespace)
         self._binding = binding
         self._stored_as = {rank: rank for rank in topology.all_namespaces()} | dict(stored_as or {})
@@ -105,12 +108,21 @@ class PoolSchedulerHandle:
         """Each pool with the rows of the keys that are kept there, and their names there."""
         rows: dict[Rank, list[int]] = {}
         names: dict[Rank, list[str]] = {}
+        pools = self._binding.pools()
         for row, key in enumerate(keys):
             if (found := self._name_of(key)) is not None:
-                rows.setdefault(found[0], []).append(row)
-                names.setdefault(found[0], []).append(found[1])
-        pools = self._binding.pools()
+                keeper = self._kept_by(pools, found[0])
+                rows.setdefault(keeper, []).append(row)
+                names.setdefault(keeper, []).append(found[1])
         return ((pools[rank], rows[rank], names[rank]) for rank in rows if rank in pools)
+
+    def _kept_by(self, pools: Mapping[Rank, Pool], rank: Rank) -> Rank:
+        """The rank by which the pool is known that has this rank's objects."""
+        return rank if rank in pools else self._stored_as[rank]
+
+    def _prefix(self, group_id: int, rank: Rank) -> str:
+        """What the rank's objects have before their hash, in its pool and beyond."""
+        return self._codec.key_prefix(group_id, self._stored_as[rank])
 
     def lookup_raw(self, group_id: int, block_hashes: Sequence[bytes]) -> int:
         return self._match(self._binding.pools(), group_id, block_hashes)
@@ -128,7 +140,7 @@ class PoolSchedulerHandle:
     ) -> list[bool]:
         present = np.full(len(block_hashes), bool(pools))
         for rank, pool in pools.items():
-            present &= pool.lookup_raw(self._codec.key_prefix(group_id, rank), block_hashes)
+            present &= pool.lookup_raw(self._prefix(group_id, rank), block_hashes)
         answer: list[bool] = present.tolist()
         return answer
 
@@ -136,7 +148,7 @@ class PoolSchedulerHandle:
         self, rank: Rank, pool: Pool, group_id: int, block_hashes: Sequence[bytes]
     ) -> npt.NDArray[np.bool_]:
         """Which of these blocks the rank's pool has, or can be given."""
-        is_here = pool.lookup_raw(self._codec.key_prefix(group_id, rank), block_hashes)
+        is_here = pool.lookup_raw(self._prefix(group_id, rank), block_hashes)
         return is_here if self.beyond is None else self._or_beyond(is_here, rank, group_id, block_hashes)
 
     def _or_beyond(
@@ -157,7 +169,7 @@ class PoolSchedulerHandle:
             if not hashes:
                 return 0
             if self.beyond is None:
-                del hashes[pool.match(self._codec.key_prefix(group_id, rank), hashes) :]
+                del hashes[pool.match(self._prefix(group_id, rank), hashes) :]
             else:
                 del hashes[_leading(self._found(rank, pool, group_id, hashes)) :]
         return len(hashes)
@@ -177,9 +189,9 @@ class PoolSchedulerHandle:
 
     def _hold_one(self, pools: Mapping[Rank, Pool], request_id: str, key: str) -> bool:
         found = self._name_of(key)
-        if found is None or found[0] not in pools:
+        pool = None if found is None else pools.get(self._kept_by(pools, found[0]))
+        if found is None or pool is None:
             return False
-        pool = pools[found[0]]
         tickets, outcomes = pool.acquire([found[1]])
         is_hit = bool(outcomes[0] == Outcome.HIT)
         if is_hit:
@@ -193,8 +205,7 @@ class PoolSchedulerHandle:
         for rank, pool in pools.items():
             if count == 0:
                 break
-            prefix = self._codec.key_prefix(group_id, rank)
-            tickets, outcomes = pool.acquire_raw(prefix, list(block_hashes[:count]))
+            tickets, outcomes = pool.acquire_raw(self._prefix(group_id, rank), list(block_hashes[:count]))
             is_hit = outcomes == Outcome.HIT
             count = _leading(self._or_beyond(is_hit, rank, group_id, block_hashes[:count]))
             pool.release(tickets[count:][is_hit[count:]])
@@ -237,12 +248,12 @@ class PoolSchedulerHandle:
         if self._noted is not None:
             self._noted.learn(pools, group_id, hashes)
         for rank, pool in pools.items():
-            pool.note_raw(self._codec.key_prefix(group_id, rank), hashes, phase, output_tokens, finish)
+            pool.note_raw(self._prefix(group_id, rank), hashes, phase, output_tokens, finish)
 
     def take_evicted_keys(self) -> Sequence[str]:
         pools = self._binding.pools()
         if self._noted is None:
-            self._noted = RemovedKeys(self._codec.key_prefix)
+            self._noted = RemovedKeys(self._prefix)
         return [
             self._codec.key_for_namespace(block_hash, group_id, rank)
             for rank, group_id, block_hash in self._noted.take(pools)
@@ -251,7 +262,7 @@ class PoolSchedulerHandle:
     def watch(self, group_id: int, block_hashes: Sequence[bytes]) -> Sequence[bool]:
         pools = self._binding.pools()
         if self._watched is None:
-            self._watched = RemovedKeys(self._codec.key_prefix)
+            self._watched = RemovedKeys(self._prefix)
         # Followed before the lookup, so that what goes between it and the learning is told.
         self._watched.follow(pools)
         # Told of is what the pools have; what is beyond them goes without telling.
@@ -290,8 +301,8 @@ class PoolSchedulerHandle:
             self.unhold(request_id)
 
     def _name_of(self, key: str) -> tuple[Rank, str] | None:
-        """The rank under which the key's object is stored, and its key there; None for a key that isn't of
-        this namespace.
+        """The rank that the key is of, and the name of its object in pools and beyond; None for a key that
+        isn't of this namespace.
         """
         cut = key.rfind(":") + 1
         prefix = key[:cut]
@@ -299,8 +310,8 @@ class PoolSchedulerHandle:
             group = prefix.rpartition(":g")[2].removesuffix(":")
             self._prefixes[prefix] = next(
                 (
-                    (stored, self._codec.key_prefix(int(group), stored))
-                    for rank, stored in self._stored_as.items()
+                    (rank, self._prefix(int(group), rank))
+                    for rank in self._stored_as
                     if group.isdecimal() and prefix == self._codec.key_prefix(int(group), rank)
                 ),
                 None,

@@ -75,7 +75,12 @@ class RankRig:
     """One worker: its handle, its caches and its keys."""
 
     def __init__(
-        self, runtime: IUMBPRuntime, namespace: UMBPNamespace, topology: RankTopology, shape: Shape
+        self,
+        runtime: IUMBPRuntime,
+        namespace: UMBPNamespace,
+        topology: RankTopology,
+        shape: Shape,
+        kv_tp_replicas: int = 1,
     ) -> None:
         tp, pcp, dcp, pp = topology.local_namespace
         self.topology = topology
@@ -83,9 +88,10 @@ class RankRig:
         self.codec = BlockIdentityCodec(namespace, tp, pp, pcp, dcp)
         self.planner = KVLayoutPlanner(shape.regions())
         self.worker: UMBPWorkerHandle = runtime.create_worker_handle(
-            namespace, topology, self.planner.describe(topology)
+            namespace, topology, self.planner.describe(topology, kv_tp_replicas=kv_tp_replicas)
         )
-        self.use_memory(shape.memory(seed=tp))
+        self.shard = tp // kv_tp_replicas
+        self.use_memory(shape.memory(seed=self.shard))
 
     def use_memory(self, caches: dict[str, FakeTensor]) -> None:
         self.worker.register_buffers(caches)
@@ -154,7 +160,9 @@ class RankRig:
 
 
 class Rig:
-    """A scheduler and its `tp_size` workers on one runtime, attached where the runtime wants it."""
+    """A scheduler and its `tp_size` workers on one runtime, attached where the runtime wants it. So many
+    consecutive ranks as `kv_tp_replicas` says hold the same KV.
+    """
 
     def __init__(
         self,
@@ -163,13 +171,21 @@ class Rig:
         tp_size: int = 1,
         shape: Shape | None = None,
         scheduler_runtime: IUMBPRuntime | None = None,
+        kv_tp_replicas: int = 1,
     ) -> None:
         self.namespace = UMBPNamespace(namespace)
         self.shape = shape or Shape()
         self.capabilities = capabilities_of(runtime)
         self.topology = RankTopology(tp_size=tp_size)
+        self.kv_tp_replicas = kv_tp_replicas
         self.ranks = [
-            RankRig(runtime, self.namespace, RankTopology(tp_rank=rank, tp_size=tp_size), self.shape)
+            RankRig(
+                runtime,
+                self.namespace,
+                RankTopology(tp_rank=rank, tp_size=tp_size),
+                self.shape,
+                kv_tp_replicas,
+            )
             for rank in range(tp_size)
         ]
         self._scheduler_runtime = scheduler_runtime or runtime
@@ -178,7 +194,7 @@ class Rig:
 
     def new_scheduler(self, *, bind: bool = True) -> UMBPSchedulerHandle:
         """One more scheduler handle of this engine's namespace."""
-        layout = KVLayoutDescriptor((), self.topology)
+        layout = KVLayoutDescriptor((), self.topology, kv_tp_replicas=self.kv_tp_replicas)
         scheduler = self._scheduler_runtime.create_scheduler_handle(self.namespace, self.topology, layout)
         self._schedulers.append(scheduler)
         if bind and self.capabilities.attach:
@@ -195,6 +211,22 @@ class Rig:
     def keys(self, hashes: Sequence[bytes]) -> list[str]:
         """The keys of all ranks, block by block."""
         return [rank.codec.key(block_hash) for block_hash in hashes for rank in self.ranks]
+
+    def alike(self, keys: Iterable[str]) -> set[str]:
+        """These keys, and those of the same blocks on other ranks that hold the same."""
+        if self.kv_tp_replicas == 1:
+            return set(keys)
+        of_shard: dict[int, list[RankRig]] = {}
+        for rank in self.ranks:
+            of_shard.setdefault(rank.shard, []).append(rank)
+        return {
+            other
+            for key in keys
+            for ranks in of_shard.values()
+            if any(rank.codec.localize([key]) == [key] for rank in ranks)
+            for rank in ranks
+            for other in rank.codec.localize([key])
+        }
 
     def close(self) -> None:
         for scheduler in self._schedulers:

@@ -32,7 +32,9 @@ Rows = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """Blocks of one cache group: for each rank the rows that its pool lacks."""
+    """Blocks of one cache group: for each rank under whose keys there are objects, the rows that some pool
+    lacks.
+    """
 
     group_id: int
     hashes: Sequence[bytes]
@@ -85,9 +87,14 @@ class FarLookups:
         timeout_s: float,
         lease_s: float,
         is_async: bool,
+        stored_as: Mapping[Rank, Rank] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`is_async`: `prepare` returns at once and is to be called again; else it waits for the answers."""
+        """`is_async`: `prepare` returns at once and is to be called again; else it waits for the answers.
+        `stored_as` names the rank under whose keys another one's objects are stored; `prefix_of` is asked
+        for those alone.
+        """
+        self._stored_as = stored_as or {}
         self._gate = gate
         self._prefix_of = prefix_of
         self._counts = counts
@@ -120,7 +127,7 @@ class FarLookups:
 
     def disbelieve(self, ranks: Collection[Rank], blocks: Collection[tuple[int, bytes]]) -> None:
         """These could not be fetched, or not by every rank."""
-        for rank in ranks if self._known else ():
+        for rank in {self._stored(rank) for rank in ranks} if self._known else ():
             for group_id, block_hash in blocks:
                 self._known.pop((rank, group_id, block_hash), None)
 
@@ -138,7 +145,7 @@ class FarLookups:
         """Which of these blocks the store was found to have, lately."""
         if not self._known or not self._gate.is_well:
             return np.zeros(len(hashes), dtype=np.bool_)
-        now, known = self._clock(), self._known
+        now, known, rank = self._clock(), self._known, self._stored(rank)
         return np.array([known.get((rank, group_id, each), 0.0) > now for each in hashes], dtype=np.bool_)
 
     def ask_now(self, keys: Sequence[str]) -> Sequence[bool]:
@@ -161,17 +168,22 @@ class FarLookups:
 
     # Inside
 
+    def _stored(self, rank: Rank) -> Rank:
+        return self._stored_as.get(rank, rank)
+
     def _question(self, wanted: Wanted, pools: Mapping[Rank, Pool]) -> _Question | None:
-        lacking = {}
+        lacking: dict[Rank, npt.NDArray[np.bool_]] = {}
         for rank, pool in pools.items():
-            is_lacking = ~pool.lookup_raw(self._prefix_of(wanted.group_id, rank), wanted.block_hashes)
+            stored = self._stored(rank)
+            is_lacking = ~pool.lookup_raw(self._prefix_of(wanted.group_id, stored), wanted.block_hashes)
             rows = np.flatnonzero(is_lacking)
             if len(rows):
                 is_lacking[rows] = ~self.knows(
-                    rank, wanted.group_id, [wanted.block_hashes[row] for row in rows.tolist()]
+                    stored, wanted.group_id, [wanted.block_hashes[row] for row in rows.tolist()]
                 )
             if is_lacking.any():
-                lacking[rank] = is_lacking
+                # What several pools lack is one object in the store.
+                lacking[stored] = lacking[stored] | is_lacking if stored in lacking else is_lacking
         if not lacking:
             return None
         return _Question(wanted.group_id, wanted.block_hashes, wanted.is_chain, lacking)
@@ -249,7 +261,7 @@ def _about(wanted: Wanted) -> _About:
 
 
 def _row_batches(question: _Question, most_keys: int) -> Iterator[list[int]]:
-    """Rows that some rank lacks, in batches of at most so many keys, or of one row."""
+    """Rows that some pool lacks, in batches of at most so many keys, or of one row."""
     counts = np.zeros(len(question.hashes), dtype=np.intp)
     for is_lacking in question.lacking.values():
         counts += is_lacking

@@ -92,7 +92,7 @@ class DistributedSchedulerHandle(PoolSchedulerHandle):
         namespace: UMBPNamespace,
         topology: RankTopology,
         binding: PoolBinding,
-        stored_as: dict[Rank, Rank] | None,
+        stored_as: Mapping[Rank, Rank],
         gate: StoreGate,
         clearing: Clearing,
         *,
@@ -112,6 +112,7 @@ class DistributedSchedulerHandle(PoolSchedulerHandle):
             timeout_s=timeout_s,
             lease_s=lease_s,
             is_async=is_async,
+            stored_as=stored_as,
         )
         self.beyond = self._lookups
 
@@ -134,8 +135,11 @@ class DistributedSchedulerHandle(PoolSchedulerHandle):
         missing = [position for position, hit in enumerate(hits) if not hit]
         names = {position: found[1] for position in missing if (found := self._name_of(keys[position]))}
         if names and self._binding.pools():
-            for position, hit in zip(names, self._lookups.ask_now(list(names.values())), strict=True):
-                hits[position] = hit
+            # Several ranks' keys may be of one object.
+            asked = list(dict.fromkeys(names.values()))
+            found_there = dict(zip(asked, self._lookups.ask_now(asked), strict=True))
+            for position, name in names.items():
+                hits[position] = found_there[name]
         return hits
 
     def lookup_states(self, keys: Sequence[str]) -> Sequence[LookupState]:

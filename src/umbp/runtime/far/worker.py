@@ -37,8 +37,12 @@ class WorkerFar:
         *,
         timeout_s: float,
         has_checksums: bool,
+        sends: bool = True,
     ) -> None:
-        """`open_gate` takes what is to be done before the store is used again after a failure."""
+        """`open_gate` takes what is to be done before the store is used again after a failure; `sends` is
+        false where another rank sends the same objects under the same names.
+        """
+        self._sends = sends
         self._timeout_s = timeout_s
         self._has_checksums = has_checksums
         self._counts = FarCounts(traits.name)
@@ -94,7 +98,8 @@ class WorkerFar:
         return brought
 
     def offer(self, pool: Pool, names: Sequence[str]) -> None:
-        self._sender.offer(pool, names)
+        if self._sends:
+            self._sender.offer(pool, names)
 
     def leave(self, pool: Pool, close: Callable[[], None]) -> None:
         is_unused = self._sender.forget(pool)

@@ -113,7 +113,8 @@ class ExtrasContract(ContractSupport):
             alone = hashes(3, f"only on {rank.topology.tp_rank}")
             job = self.finished(rank, rank.worker.store(rank.store_plans("batch", alone, range(3))))
             self.published(rank, job)
-            assert by_hash.lookup_raw(0, alone) == (3 if tp_size == 1 else 0)
+            found = by_hash.lookup_raw(0, alone)
+            assert found == (3 if tp_size == 1 else 0) or (found == 3 and self.kv_tp_replicas == 2)
 
     @pytest.mark.parametrize("tp_size", [1, 2])
     def test_presence_is_told_of_each_block_by_itself_for_all_ranks(
@@ -134,7 +135,8 @@ class ExtrasContract(ContractSupport):
             alone = hashes(2, f"only on {rank.topology.tp_rank}")
             job = self.finished(rank, rank.worker.store(rank.store_plans("batch", alone, range(2))))
             self.published(rank, job)
-            assert list(by_hash.present_raw(0, alone)) == [tp_size == 1] * 2
+            present = list(by_hash.present_raw(0, alone))
+            assert present == [tp_size == 1] * 2 or (all(present) and self.kv_tp_replicas == 2)
 
     @pytest.mark.parametrize("tp_size", [1, 2])
     def test_a_raw_hold_is_a_hold_on_all_ranks(self, make_rig: Callable[..., Rig], tp_size: int) -> None:
@@ -240,7 +242,8 @@ class ExtrasContract(ContractSupport):
         (block,) = hashes(1)
         there: set[str] = set()
         for rank in rig.ranks:
-            assert list(teller.watch(0, [block])) == [False]
+            is_watched = list(teller.watch(0, [block])) == [True]
+            assert not is_watched or set(rig.keys([block])) <= rig.alike(there)
             plans = rank.store_plans("batch", [block], [0])
             there |= self.published(rank, self.finished(rank, rank.worker.store(plans)))
         is_watched = there == set(rig.keys([block]))
