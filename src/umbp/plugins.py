@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
@@ -46,10 +48,10 @@ class Choices:
 
     def plug_ins(self) -> list[str]:
         """The names that installed plug-ins add, sorted."""
-        return sorted({point.name for point in entry_points(group=self.group)} - set(self.built_in))
+        return sorted({point.name for point in _offered(self.group, tuple(sys.path))} - set(self.built_in))
 
     def _plug_in(self, name: str) -> EntryPoint:
-        points = tuple(entry_points(group=self.group, name=name))
+        points = [point for point in _offered(self.group, tuple(sys.path)) if point.name == name]
         if not points:
             known = [*self.built_in, *self.plug_ins()]
             hint = nearest(name, known) or ";"
@@ -60,6 +62,12 @@ class Choices:
                 f"{self.what} {shown(name)} is offered by several plug-ins ({origins}); keep one of them"
             )
         return points[0]
+
+
+@lru_cache(maxsize=8)
+def _offered(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """What is installed on the path. All packages' metadata is read for it, which takes some 30 ms."""
+    return tuple(entry_points(group=group))
 
 
 def _origin(point: EntryPoint) -> str:
