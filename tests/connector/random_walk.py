@@ -38,7 +38,7 @@ ACTS = {
     "borrow": 8,
     "lose_loads": 4,
     "kill": 5,
-    "destroy": 0.3,
+    "destroy": 0.6,
     "evict": 5,
 }
 """What is tried, and how often."""

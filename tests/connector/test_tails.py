@@ -175,6 +175,41 @@ def test_requests_of_one_step_that_take_the_same_unfinished_block_all_get_what_i
     engine.check_drained()
 
 
+@pytest.mark.parametrize("in_flight", [1, 2])
+@BOTH
+def test_a_request_waits_a_step_rather_than_get_a_copy_of_a_block_that_is_computed_in_it(
+    make_engine: Any, how: Any, in_flight: int
+) -> None:
+    """vLLM's workers copy before they compute."""
+    engine = make_engine(ReferenceRuntime(), max_batched_tokens=200, depth=in_flight, **how)
+    engine.run(tokens(17))
+    computing = engine.add(tokens(100), reads_cache=False)
+    copying = engine.add(tokens(80))
+    assert engine.step().num_scheduled_tokens.keys() == {computing.request_id}
+    later = engine.step()
+    assert copying.request_id in later.num_scheduled_tokens
+    assert later.kv_cache_block_copies
+    engine.drain()
+    engine.check_drained()
+
+
+@BOTH
+def test_a_request_gets_its_copy_of_a_block_at_once_if_what_it_hits_is_computed(
+    make_engine: Any, how: Any
+) -> None:
+    engine = make_engine(ReferenceRuntime(), max_batched_tokens=128, **how)
+    engine.run(tokens(17))
+    computing = engine.add(tokens(150), 3, reads_cache=False)
+    engine.step()
+    assert 80 < computing.num_computed_tokens < 150
+    copying = engine.add(tokens(80))
+    output = engine.step()
+    assert output.num_scheduled_tokens.keys() == {computing.request_id, copying.request_id}
+    assert output.kv_cache_block_copies
+    engine.drain()
+    engine.check_drained()
+
+
 def test_a_hit_without_states_ends_with_a_whole_block(make_engine: Any) -> None:
     """As the engine's own does, whatever the hashes."""
     layers = (Layers("full", 1, block_tokens=WIDE), Layers("sliding", 2, 40, block_tokens=WIDE))

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -85,6 +85,10 @@ class UMBPStoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         topology = EngineTopology.from_vllm_config(self._vllm_config)
         self.scheduler_side.bind_workers(reports_by_rank(metadata, topology))
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        self.scheduler_side.bind_cache(kv_cache_manager)
+        super().bind_kv_cache_manager(kv_cache_manager)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self.scheduler_side.bind_block_pool(gpu_block_pool)

@@ -9,6 +9,8 @@ from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, get_block_hash
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
 
 
 def pin_blocks(pool: BlockPool, block_ids: Sequence[int]) -> None:
@@ -88,3 +90,18 @@ def unpin_evictable(
 def hide_blocks(pool: BlockPool, block_ids: Sequence[int]) -> None:
     """Take these blocks out of the engine's prefix cache; who has them keeps them."""
     pool.evict_blocks(set(block_ids))
+
+
+def own_hit(cache: KVCacheManager, request: Request) -> tuple[int, list[list[int]]]:
+    """What the engine would take from its own cache for this request now: how many tokens, and the ids of
+    their blocks by cache group, with 0 for those that it needs no more.
+    """
+    if not cache.prefix_cache_lookup_enabled(request):
+        return 0, []
+    blocks, tokens, _ = cache.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+    return tokens, [[block.block_id for block in group] for group in blocks]
+
+
+def held_blocks(cache: KVCacheManager, request: Request) -> Sequence[Sequence[int]]:
+    """The ids of the blocks that a request has, by cache group."""
+    return cache.get_block_ids(request.request_id)

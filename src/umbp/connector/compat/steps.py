@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from vllm.v1.request import RequestStatus
+
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -95,6 +97,13 @@ def offered_states(output: SchedulerOutput, request_id: str) -> Sequence[tuple[i
 def transfer_params(request: Request) -> object:
     """What a client has sent along for connectors; anything."""
     return getattr(request, "kv_transfer_params", None)
+
+
+def is_running(request: Request) -> bool:
+    """Whether it computes whenever there is room in a step; also one that begins in the step that is being
+    planned.
+    """
+    return request.status is RequestStatus.RUNNING
 
 
 def reads_prefix_cache(request: Request) -> bool:

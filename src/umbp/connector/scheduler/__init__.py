@@ -1,8 +1,9 @@
 """The scheduler's half of the connector: its questions, each in a module of its own, wired here.
 
-*match*, *find*: how much of a prompt is stored. *handover*, *wait*: what another engine stores of it, and
-waiting for that. *plan*: what a step can load and store. *write*, *lazy*: when
-it is stored. *account*: what is in flight. *count*: what came of it. *events*: telling others of it.
+*match*, *find*: how much of a prompt is stored. *copies*: which hits of the engine's own have to wait.
+*handover*, *wait*: what another engine stores of it, and waiting for that. *plan*: what a step can load and
+store. *write*, *lazy*: when it is stored. *account*: what is in flight. *count*: what came of it. *events*:
+telling others of it.
 Runs in the engine core's process, on its one thread; nothing here blocks longer than the runtime's lookups
 do.
 """
@@ -19,6 +20,7 @@ from umbp.connector import compat
 from umbp.connector.groups import CacheShape, GroupKind
 from umbp.connector.hits import HitRules
 from umbp.connector.scheduler.account import Ledger, LoadEntry, Quarantine, StoreEntry
+from umbp.connector.scheduler.copies import EarlyCopies
 from umbp.connector.scheduler.count import Counts
 from umbp.connector.scheduler.events import KVEvents
 from umbp.connector.scheduler.find import ChainFinder, GroupsFinder
@@ -43,6 +45,7 @@ from umbp.options import Options
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -89,6 +92,7 @@ class SchedulerSide:
         self._worth = LoadWorth(options.min_load_tokens)
         self._timer = StepTimer(self._worth, clock) if options.min_load_tokens is None else None
         self._counts = Counts(pool, shape, hits)
+        self._early_copies = EarlyCopies(shape)
         self._hand_overs = HandOvers(
             pool, shape, options.mode, always_tells=writes and not reads, clock=clock
         )
@@ -123,6 +127,9 @@ class SchedulerSide:
         self._awaits_hello = False
 
     # Start
+
+    def bind_cache(self, cache: KVCacheManager) -> None:
+        self._early_copies.bind(cache)
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         self._block_pool = block_pool
@@ -169,7 +176,7 @@ class SchedulerSide:
         """How many tokens beyond `computed_tokens` the pool can restore, and whether beside the engine's
         steps; None for "ask again in the next step".
         """
-        if self._is_filling(request, computed_tokens):
+        if self._is_filling(request, computed_tokens) or self._is_copied_early(request, computed_tokens):
             return None, False
         state = self._state(request)
         state.local_tokens = computed_tokens
@@ -400,6 +407,10 @@ class SchedulerSide:
         return not self._filling.isdisjoint(
             request.block_hashes[: computed_tokens // self._shape.hash_tokens]
         )
+
+    def _is_copied_early(self, request: Request, computed_tokens: int) -> bool:
+        others = (state.request for state in self._requests.values())
+        return self._early_copies.is_one_for(request, computed_tokens, others)
 
     def _remember_failures(self, invalid_block_ids: set[int]) -> None:
         """Mark every request with a failed load, so that it is computed and not promised the same again.
