@@ -95,13 +95,16 @@ def test_a_wrong_byte_in_any_layers_of_any_rank_is_found_by_the_next_hit(root: P
             engine.run(tokens(9 * BLOCK + 5), 2)
 
 
-def test_vllm_by_itself_copies_a_block_before_the_same_step_computes_it(root: Path) -> None:
-    """A fault of vLLM's, which the connector's requests wait for a step to be spared: where this fails they
-    need not any more.
+@pytest.mark.parametrize("first_reads_cache", [False, True], ids=["is computing", "gets a copy of"])
+def test_vllm_by_itself_goes_on_from_a_copy_of_a_block_that_another_request_of_the_step(
+    root: Path, first_reads_cache: bool
+) -> None:
+    """Faults of vLLM's, which the connector's requests are spared (test_tails): where this fails they need
+    not be any more.
     """
     engine = bare(root, SHAPES["state inside blocks"], max_batched_tokens=200)
     engine.run(tokens(BLOCK + 1))
-    engine.add(tokens(100), reads_cache=False)
+    engine.add(tokens(100), reads_cache=first_reads_cache)
     engine.add(tokens(80))
     with pytest.raises(WrongByteError):
         engine.drain()

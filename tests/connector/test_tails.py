@@ -175,6 +175,20 @@ def test_requests_of_one_step_that_take_the_same_unfinished_block_all_get_what_i
     engine.check_drained()
 
 
+def test_a_copy_of_a_block_that_is_a_copy_itself_is_made_of_what_that_is_made_of(make_engine: Any) -> None:
+    """The first request fills the rest of its copy, and vLLM finds that for the second in the same step."""
+    engine = make_engine(ReferenceRuntime(), max_batched_tokens=200, **FAMILIES["finer hashes"])
+    engine.run(tokens(17))
+    for _ in range(2):
+        engine.add(tokens(80))
+    output = engine.step()
+    assert len(output.num_scheduled_tokens) == 2
+    copies = output.kv_cache_block_copies or []
+    assert {copy.src_block_id for copy in copies}.isdisjoint(copy.dst_block_id for copy in copies)
+    engine.drain()
+    engine.check_drained()
+
+
 @pytest.mark.parametrize("in_flight", [1, 2])
 @BOTH
 def test_a_request_waits_a_step_rather_than_get_a_copy_of_a_block_that_is_computed_in_it(
