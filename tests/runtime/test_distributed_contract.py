@@ -15,6 +15,7 @@ from umbp.runtime.distributed import DistributedRuntime
 from umbp.runtime.wrap.faulty import FaultPlan, FaultyRuntime
 from umbp.store.base import ClusterStore
 from umbp.testing.contract import RuntimeContract
+from umbp.testing.rig import Rig
 from umbp.testing.stores.memory import MemoryCluster
 
 
@@ -84,3 +85,14 @@ class TestFaultyDistributedRuntime(RuntimeContract):
     def runtime(self, cluster: MemoryCluster) -> IUMBPRuntime:
         plan = FaultPlan(3, load_keys=0.2, load_jobs=0.1, store_keys=0.2, store_jobs=0.1, lookups=0.2)
         return FaultyRuntime(distributed(cluster), plan)
+
+
+def test_the_log_names_the_store_and_the_engines_namespace(
+    cluster: MemoryCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "vllm.umbp"):
+        rig = Rig(distributed(cluster), "named")
+    rig.close()
+    (line,) = [each for each in caplog.messages if "cluster store" in each]
+    assert line.startswith("UMBP: cluster store memory: ")
+    assert line.endswith(f"this engine's namespace is {rig.namespace.value}")

@@ -92,7 +92,7 @@ def test_whoever_ends_ends_in_seconds_and_without_a_crash(
     ("master", "sentence"),
     [
         ("absent", "no Mooncake master answers at 127.0.0.1:"),
-        ("silent", "takes no client"),
+        ("silent", "answer as a Mooncake master"),
     ],
 )
 def test_a_start_beside_no_master_ends_with_one_sentence_in_its_time(

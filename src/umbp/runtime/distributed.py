@@ -25,12 +25,18 @@ from umbp.runtime.pool_worker import PoolKeeper, PoolWorkerHandle
 from umbp.runtime.standalone import SharedBinding, SharedKeeper, standing_for
 from umbp.store.base import ClusterStore
 from umbp.store.factory import create_store
-from umbp.store.gate import StoreGate
+from umbp.store.gate import StoreGate, StoreUnavailable
 
 logger = logging.getLogger("vllm.umbp")
 
 START_TIMEOUT_S = 30.0
 """How long a start waits for the store."""
+
+
+DESCRIBE_TIMEOUT_S = 2.0
+
+NOT_TOLD = ("clock", "tried with")
+"""What stores say of themselves for the doctor alone."""
 
 
 class MakeStore(Protocol):
@@ -64,6 +70,7 @@ class DistributedRuntime:
         options = self._options
         clearing = Clearing(namespace)
         gate = self._open_gate(serves_memory=False, before_return=clearing)
+        self._tell(gate, namespace)
         stored_as = {rank: standing_for(rank, layout) for rank in topology.all_namespaces()}
         return DistributedSchedulerHandle(
             namespace,
@@ -75,6 +82,21 @@ class DistributedRuntime:
             timeout_s=options.lookup_timeout_ms / 1000,
             lease_s=self._traits.lease_s,
             is_async=options.lookup_async,
+        )
+
+    def _tell(self, gate: StoreGate, namespace: UMBPNamespace) -> None:
+        """Which store it is, and what of it is this engine's: whoever wonders why two engines don't share
+        compares these lines.
+        """
+        try:
+            told = gate.call(lambda store: dict(store.describe()), DESCRIBE_TIMEOUT_S)
+        except StoreUnavailable as error:
+            told = {"which doesn't say what it is": str(error)}
+        logger.info(
+            "UMBP: cluster store %s: %s; this engine's namespace is %s",
+            self._traits.name,
+            ", ".join(f"{name} {value}" for name, value in told.items() if name not in NOT_TOLD),
+            namespace.value,
         )
 
     def _open_gate(self, *, serves_memory: bool, before_return: Callable[[ClusterStore], bool]) -> StoreGate:
