@@ -407,12 +407,14 @@ def test_what_was_being_sent_when_all_was_cleared_is_never_restored(
     node.flush()
     (handle,) = node.schedulers
     handle.gate.open(30)
-    second, _ = start()
+    # It has the old weights, and so must store nothing.
+    second, _ = start(role="kv_consumer")
     second.run(tokens(PROMPT))
     assert second.restored_tokens() == 0
     first.run(tokens(PROMPT), 2)
     node.flush()
     third, _ = start()
+    third._chains.change_weights()
     third.run(tokens(PROMPT))
     assert third.restored_tokens() > 0
 
