@@ -145,10 +145,10 @@ def start(
     engines: list[ScriptedEngine] = []
 
     def make(options: dict[str, object] | None = None, **shape: Any) -> tuple[ScriptedEngine, Node]:
-        options = options or {}
+        # A store that answers is never given up because a busy machine has no processor for it.
+        options = {"lookup_timeout_ms": 30_000} | (options or {})
         node = nodes.Node(cluster, **options)
-        extra = options_of(node) | {"min_load_tokens": 0}
-        extra |= {name: options[name] for name in ("lookup_timeout_ms",) if name in options}
+        extra = options_of(node) | {"min_load_tokens": 0, "lookup_timeout_ms": options["lookup_timeout_ms"]}
         engines.append(ScriptedEngine(root, Shape(extra=extra, **shape)))
         return engines[-1], node
 

@@ -16,9 +16,11 @@ from nodes import Node
 from scripted import BLOCK, ScriptedEngine, tokens
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request
 
 from umbp.pool import Pool
+from umbp.testing.engine.shape import Layers
 from umbp.testing.stores.memory import MemoryCluster, MemoryStore
 
 PROMPT = 10 * BLOCK + 3
@@ -160,6 +162,45 @@ def test_a_pool_smaller_than_a_prompt_still_restores_it_from_the_store(
     second.run(tokens(PROMPT))
     assert second.restored_tokens() > 0
     second.check_drained()
+
+
+SMALL: dict[str, tuple[int, dict[str, Any]]] = {
+    "one slot": (1, {}),
+    "four slots": (4, {}),
+    "of two groups": (6, {"layers": (Layers("full", 1), Layers("sliding", 2, 40))}),
+    "of two sizes": (8, {"layers": (Layers("full", 1), Layers("mamba", 2))}),
+    "two ranks": (3, {"ranks": 2}),
+}
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_no_more_is_promised_of_the_store_than_the_pool_has_room_for(start: Start, kind: str) -> None:
+    """Scenario: blocks that find no slot are lost, and a request that lost some fails by policy."""
+    objects, shape = SMALL[kind]
+    first, node = start(**shape)
+    prompts = [tokens(PROMPT, seed) for seed in range(3)]
+    for prompt in prompts:
+        first.run(prompt)
+    node.flush()
+    second, _ = start({"capacity_bytes": objects * 4096}, policy="fail", **shape)
+    requests = [second.add(prompt) for prompt in prompts]
+    second.drain()
+    requests += [second.run(prompt) for prompt in prompts]
+    assert not any(name.startswith("failed_") for name in second.stats.series)
+    assert all(request.get_finished_reason() is FinishReason.LENGTH for request in requests)
+    assert second.restored_tokens() > 0 or len(shape.get("layers", ())) > 1
+    second.check_drained()
+
+
+def test_what_others_are_promised_is_fetched_once_and_needs_one_place(start: Start) -> None:
+    first, node = start()
+    first.run(tokens(PROMPT))
+    node.flush()
+    second, _ = start({"capacity_bytes": 10 * 4096}, policy="fail")
+    for _ in range(3):
+        second.add(tokens(PROMPT))
+    second.drain()
+    assert second.restored_tokens() == 3 * 10 * BLOCK
 
 
 def test_what_is_asked_fetched_and_sent_is_counted_where_it_lies(

@@ -20,6 +20,7 @@ from umbp.options import parse_options
 from umbp.pool import SEAL_BYTES, Pool
 from umbp.runtime.base import Wanted
 from umbp.runtime.far.counts import FarCounts
+from umbp.runtime.far.fetch import Fetcher
 from umbp.runtime.far.lookup import FarLookups
 from umbp.runtime.far.registry import RegisteredPools
 from umbp.runtime.far.scheduler import Clearing
@@ -479,6 +480,36 @@ def test_gets_of_one_process_come_one_by_one_where_more_are_of_no_use(rig: Rig) 
             assert brought.is_held.all(), brought.error
             rig.pool.release(brought.tickets)
     assert store.calls.count("get") == 4
+    assert far.close()
+
+
+@pytest.mark.parametrize("is_given_back", [True, False])
+def test_a_fetch_waits_a_moment_for_slots_that_others_need(rig: Rig, is_given_back: bool) -> None:
+    far = rig.far()
+    rig.put(["n"], 7)
+    far.offer(rig.pool, ["n"])
+    assert far.flush(LONG_S)
+    rig.pool.remove(["n"])
+    others, _ = rig.pool.reserve(rig.ns, [f"o{number}" for number in range(300)], SIZE)
+    now_s = [0.0]
+
+    def pause(seconds: float) -> None:
+        now_s[0] += seconds
+        if is_given_back:
+            rig.pool.abandon(others[others != 0])
+
+    gate, counts = rig.gates[0], FarCounts("memory")
+    fetcher = Fetcher(
+        *(gate, TRAITS, Turns(1), rig.pool, rig.ns, counts),
+        has_checksums=True,
+        clock=lambda: now_s[0],
+        pause=pause,
+    )
+    brought = fetcher.bring(_move(["n"]), LONG_S)
+    assert brought.is_held.all() == is_given_back
+    assert now_s[0] < (0.1 if is_given_back else 1.0)
+    assert is_given_back or str(brought.error).startswith("full: ")
+    rig.pool.release(brought.tickets[brought.is_held])
     assert far.close()
 
 

@@ -6,6 +6,7 @@ core's one thread.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -13,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from umbp.data import BlockIdentityCodec, Rank, RankTopology, UMBPNamespace
+from umbp.errors import SegmentError
 from umbp.pool import KeyState, Outcome, Pool
 from umbp.pool.pool import Tickets
 from umbp.runtime.base import HandshakeExtra, LookupState, NotePhase
 from umbp.runtime.removed_keys import RemovedKeys
+from umbp.runtime.to_fetch import ToFetch
 
 _STATES = {
     KeyState.ABSENT: LookupState.MISS,
@@ -61,11 +64,24 @@ class Beyond(Protocol):
         ...
 
 
+class Room(Protocol):
+    """How much can be fetched at once."""
+
+    def blocks(self, pools: Mapping[Rank, Pool], group_id: int, promised: Mapping[int, int]) -> int | None:
+        """How many blocks of a cache group the pools can take, beside those that are `promised` by cache
+        group; None where that isn't known.
+        """
+        ...
+
+
 class PoolSchedulerHandle:
     """The pools of all ranks as one. Misses everything until `bind_workers`."""
 
     beyond: Beyond | None = None
     """What the pools lack and it knows of counts as there by raw hashes; holds protect what pools have."""
+
+    room: Room | None = None
+    """Holds promise no more of what the pools lack than it has room for."""
 
     def __init__(
         self,
@@ -83,7 +99,7 @@ class PoolSchedulerHandle:
         self._prefixes: dict[str, tuple[Rank, str] | None] = {}
         self._held: dict[str, list[tuple[Pool, Tickets]]] = {}
         self._held_keys: dict[str, set[str]] = {}
-        self._to_fetch: dict[str, dict[int, int]] = {}
+        self._to_fetch = ToFetch()
         self._noted: RemovedKeys | None = None
         self._watched: RemovedKeys | None = None
 
@@ -175,64 +191,97 @@ class PoolSchedulerHandle:
         return len(hashes)
 
     def hold(self, request_id: str, keys: Sequence[str]) -> int:
-        held = self._held_keys.setdefault(request_id, set())
+        held = self._held_keys.get(request_id, set())
         pools = self._binding.pools()
+        taken: dict[str, tuple[Pool, Tickets]] = {}
         present = 0
-        for key in keys:
-            if key not in held and not self._hold_one(pools, request_id, key):
-                break
-            held.add(key)
-            present += 1
-        if not held:
-            del self._held_keys[request_id]
+        try:
+            for key in keys:
+                if key not in held and key not in taken:
+                    if (one := self._acquire_one(pools, key)) is None:
+                        break
+                    taken[key] = one
+                present += 1
+        except BaseException:
+            _give_back(list(taken.values()))
+            raise
+        if taken:
+            self._held_keys.setdefault(request_id, set()).update(taken)
+            self._held.setdefault(request_id, []).extend(taken.values())
         return present
 
-    def _hold_one(self, pools: Mapping[Rank, Pool], request_id: str, key: str) -> bool:
+    def _acquire_one(self, pools: Mapping[Rank, Pool], key: str) -> tuple[Pool, Tickets] | None:
         found = self._name_of(key)
         pool = None if found is None else pools.get(self._kept_by(pools, found[0]))
         if found is None or pool is None:
             return False
+            taken.append((pool, tickets))
         tickets, outcomes = pool.acquire([found[1]])
-        is_hit = bool(outcomes[0] == Outcome.HIT)
-        if is_hit:
-            self._held.setdefault(request_id, []).append((pool, tickets))
-        return is_hit
+        return (pool, tickets) if outcomes[0] == Outcome.HIT else None
 
     def hold_raw(self, request_id: str, group_id: int, block_hashes: Sequence[bytes]) -> int:
         pools = self._binding.pools()
-        count = self._match(pools, group_id, block_hashes)
         taken: list[tuple[Pool, Tickets]] = []
-        for rank, pool in pools.items():
-            if count == 0:
-                break
-            tickets, outcomes = pool.acquire_raw(self._prefix(group_id, rank), list(block_hashes[:count]))
-            is_hit = outcomes == Outcome.HIT
-            count = _leading(self._or_beyond(is_hit, rank, group_id, block_hashes[:count]))
-            pool.release(tickets[count:][is_hit[count:]])
-            taken.append((pool, tickets[:count]))
-        # What a later rank lost since the lookup, the earlier ones need not keep.
-        for pool, tickets in taken:
-            pool.release(_given(tickets[count:]))
+        try:
+            count = self._acquire(pools, group_id, block_hashes, taken)
+            lacking = _lacking(taken, count)
+            if lacking:
+                count = self._with_room(pools, group_id, block_hashes, count, lacking)
+        except BaseException:
+            _give_back(taken)
+            raise
+        # What a later rank lost since the lookup, or what can't be fetched, the others need not keep.
+        _give_back([(pool, tickets[count:]) for pool, tickets in taken])
         if count:
             self._held.setdefault(request_id, []).extend(
                 (pool, _given(tickets[:count])) for pool, tickets in taken
             )
-            lacking = np.zeros(count, dtype=np.bool_)
-            for _, tickets in taken if self.beyond is not None else ():
-                lacking |= tickets[:count] == 0
-            if lacking.any():
-                by_group = self._to_fetch.setdefault(request_id, {})
-                by_group[group_id] = by_group.get(group_id, 0) + int(lacking.sum())
+        if absent := [block_hashes[row] for row in lacking if row < count]:
+            self._to_fetch.add(request_id, group_id, absent)
         return count
+
+    def _acquire(
+        self,
+        pools: Mapping[Rank, Pool],
+        group_id: int,
+        block_hashes: Sequence[bytes],
+        taken: list[tuple[Pool, Tickets]],
+    ) -> int:
+        """How many leading blocks every rank has or can be given; what was `taken` for them, and maybe for
+        more, with ticket 0 for what is not in the pool. The caller gives all of it back, also after an error.
+        """
+        count = self._match(pools, group_id, block_hashes)
+        for rank, pool in pools.items():
+            if count == 0:
+                break
+            tickets, outcomes = pool.acquire_raw(self._prefix(group_id, rank), list(block_hashes[:count]))
+            taken.append((pool, tickets))
+            is_hit = outcomes == Outcome.HIT
+            count = _leading(self._or_beyond(is_hit, rank, group_id, block_hashes[:count]))
+        return count
+
+    def _with_room(
+        self,
+        pools: Mapping[Rank, Pool],
+        group_id: int,
+        block_hashes: Sequence[bytes],
+        count: int,
+        lacking: Sequence[int],
+    ) -> int:
+        """How many of so many leading blocks, of which some are `lacking`, the pools have room for."""
+        room = None if self.room is None else self.room.blocks(pools, group_id, self._to_fetch.all())
+        if room is None or len(lacking) <= room:
+            return count
+        new = self._to_fetch.new(group_id, [block_hashes[row] for row in lacking])
+        return count if len(new) <= room else lacking[new[room]]
 
     def unhold(self, request_id: str) -> None:
         self._held_keys.pop(request_id, None)
-        self._to_fetch.pop(request_id, None)
-        for pool, tickets in self._held.pop(request_id, ()):
-            pool.release(tickets)
+        self._to_fetch.forget(request_id)
+        _give_back(self._held.pop(request_id, ()))
 
     def to_fetch(self, request_id: str) -> Mapping[int, int]:
-        return self._to_fetch.get(request_id, {})
+        return self._to_fetch.of(request_id)
 
     def note(
         self,
@@ -292,7 +341,8 @@ class PoolSchedulerHandle:
         self._binding.close()
 
     def audit(self) -> None:
-        """Every attached pool's own audit."""
+        """Every attached pool's own audit, and the promises'."""
+        self._to_fetch.audit()
         for pool in set(self._binding.pools().values()):
             pool.audit()
 
@@ -323,6 +373,22 @@ class PoolSchedulerHandle:
 def _leading(is_there: npt.NDArray[np.bool_]) -> int:
     """How many are there before the first that isn't."""
     return len(is_there) if is_there.all() else int(np.argmin(is_there))
+
+
+def _lacking(taken: Sequence[tuple[Pool, Tickets]], count: int) -> list[int]:
+    """Those of so many leading blocks that some pool has no ticket for."""
+    is_lacking = np.zeros(count, dtype=np.bool_)
+    for _, tickets in taken:
+        is_lacking |= tickets[:count] == 0
+    rows: list[int] = np.flatnonzero(is_lacking).tolist()
+    return rows
+
+
+def _give_back(taken: Sequence[tuple[Pool, Tickets]]) -> None:
+    """Whatever has become of one of the pools: where there is nothing to give back, the others get theirs."""
+    for pool, tickets in taken:
+        with contextlib.suppress(SegmentError):
+            pool.release(_given(tickets))
 
 
 def _given(tickets: Tickets) -> Tickets:

@@ -34,6 +34,7 @@ from umbp.options import Options
 from umbp.pool import Pool
 from umbp.runtime.base import HandshakeExtra
 from umbp.runtime.far.loads import FarLoads, Missing
+from umbp.runtime.far.room import told_sizes
 from umbp.runtime.far.side import FarSide
 from umbp.runtime.lane import Lane
 from umbp.runtime.mover import Moved, ObjectMover, settle
@@ -165,7 +166,8 @@ class PoolWorkerHandle:
     def handshake_extra(self) -> HandshakeExtra:
         if self._groups is None:
             raise RuntimeError("register_buffers comes first: the pool is opened for the size of its objects")
-        return self._keeper.handshake_extra()
+        told = self._keeper.handshake_extra()
+        return told if self._far is None else {**told, **told_sizes(self._groups.bytes_by_group())}
 
     def load(self, plans: Sequence[BlockTransferPlan]) -> TransferJobState:
         return self._submit("load", plans)

@@ -144,10 +144,12 @@ class GroupsFinder:
             hit = self._longest(block_hashes, start, limit)
             if hit.end <= start:
                 break
-            if self._hold_all(owner, block_hashes, start, hit):
+            held = self._hold_all(owner, block_hashes, start, hit)
+            if held == hit.end:
                 return hit
             self._pool.unhold(owner)
-            limit = hit.end - self._shape.hit_tokens
+            limit = min(held, hit.end - self._shape.hit_tokens)
+            limit -= limit % self._shape.hit_tokens
         return Hit(start)
 
     def reach(self, block_hashes: Sequence[bytes], start: int, limit: int) -> int:
@@ -259,16 +261,20 @@ class GroupsFinder:
             for name, is_there in zip(names, found, strict=True)
         ]
 
-    def _hold_all(self, owner: str, block_hashes: Sequence[bytes], start: int, hit: Hit) -> bool:
+    def _hold_all(self, owner: str, block_hashes: Sequence[bytes], start: int, hit: Hit) -> int:
+        """`hit.end` where all that it needs is held; else where a hit can end at most."""
         for group in self._shape.groups:
             needed = self._rules.needed(group.group_id, hit.end)
             first = max(needed.start, start // group.block_tokens)
-            names = group.names(block_hashes)[first : hit.end // group.block_tokens]
+            names = whole = group.names(block_hashes)[first : hit.end // group.block_tokens]
             if (tail := hit.tails.get(group.group_id)) is not None:
                 names = [*names, tail]
-            if names and self._pool.hold(owner, group.group_id, names) < len(names):
-                return False
-        return True
+            held = self._pool.hold(owner, group.group_id, names) if names else 0
+            if held < len(whole) and group.kind is FULL:
+                return (first + held) * group.block_tokens
+            if held < len(names):
+                return hit.end - 1
+        return hit.end
 
 
 def _is_written(pool: PoolView, group: CacheGroup, block_hashes: Sequence[bytes], block: int) -> bool:

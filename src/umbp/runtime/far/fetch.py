@@ -23,7 +23,8 @@ from umbp.store.base import ClusterStore
 from umbp.store.gate import Call, StoreGate, StoreUnavailable
 
 OTHERS_S = 0.25
-"""How long another process is waited for, which may be fetching an object, or storing it."""
+"""How long others are waited for, who may be fetching an object, or storing it, or need all slots at this
+moment."""
 
 FIRST_PAUSE_S = 0.001
 LONGEST_PAUSE_S = 0.02
@@ -104,6 +105,7 @@ class Fetcher:
                     return brought
                 rows, others = self._reserve_and_fetch(move, rows, brought, deadline_s)
                 if len(rows):
+                    others_until_s = min(self._clock() + OTHERS_S, deadline_s)
                     # Published by this fetch a moment ago, or by somebody before it could.
                     rows = self._hold(names, rows, brought)
                     if len(rows):
@@ -112,7 +114,8 @@ class Fetcher:
                     return brought
                 is_here = not self._fetching.isdisjoint(names[row] for row in others.tolist())
                 if self._clock() >= (deadline_s if is_here else others_until_s):
-                    brought.error = f"{LossReason.BUSY}: somebody else was still fetching or storing it"
+                    if brought.error is None:
+                        brought.error = f"{LossReason.BUSY}: somebody else was still fetching or storing it"
                     return brought
                 self._pause(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -143,7 +146,9 @@ class Fetcher:
     def _reserve_and_fetch(
         self, move: Move, rows: Rows, brought: Brought, deadline_s: float
     ) -> tuple[Rows, Rows]:
-        """The rows that are published now, and those that others are at; the rest is lost."""
+        """The rows that are published now, and those that others are at or that find no room for others'; the
+        rest is lost.
+        """
         part = move.only(rows.tolist())
         wanted = part.names
         tickets, outcomes = self._pool.reserve(
@@ -161,8 +166,9 @@ class Fetcher:
             finally:
                 self._fetching.difference_update(own)
             brought.error = error or brought.error
-        is_others = (outcomes == Outcome.BUSY) | (outcomes == Outcome.NOT_NOW)
-        refused = np.flatnonzero(~is_mine & ~is_others & (outcomes != Outcome.EXISTS))
+        is_full = outcomes == Outcome.FULL
+        is_others = is_full | (outcomes == Outcome.BUSY) | (outcomes == Outcome.NOT_NOW)
+        refused = np.flatnonzero(is_full | (~is_mine & ~is_others & (outcomes != Outcome.EXISTS)))
         if len(refused):
             brought.error = f"{LossReason.FULL}: no room ({Outcome(outcomes[refused[-1]]).name.lower()})"
         return rows[is_published], rows[is_others]

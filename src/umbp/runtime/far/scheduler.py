@@ -9,9 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from umbp.data import BlockIdentityCodec, Rank, RankTopology, UMBPNamespace
 from umbp.errors import SegmentError
 from umbp.pool import Pool
-from umbp.runtime.base import LookupState, Wanted
+from umbp.runtime.base import HandshakeExtra, LookupState, Wanted
 from umbp.runtime.far.counts import FarCounts
 from umbp.runtime.far.lookup import FarLookups
+from umbp.runtime.far.room import FarRoom
 from umbp.runtime.pool_scheduler import PoolBinding, PoolSchedulerHandle
 from umbp.store.base import ClusterStore, Outcome
 from umbp.store.gate import StoreGate, StoreUnavailable
@@ -115,11 +116,16 @@ class DistributedSchedulerHandle(PoolSchedulerHandle):
             stored_as=stored_as,
         )
         self.beyond = self._lookups
+        self.room = self._far_room = FarRoom()
 
     @property
     def gate(self) -> StoreGate:
         """The way to the store."""
         return self._gate
+
+    def bind_workers(self, extras: Mapping[Rank, HandshakeExtra]) -> None:
+        self._far_room.learn(extras.values())
+        super().bind_workers(extras)
 
     def prepare(self, request_id: str, wanted: Sequence[Wanted]) -> bool:
         return self._lookups.prepare(request_id, wanted, self._binding.pools())
