@@ -405,6 +405,37 @@ def test_a_load_is_fenced_where_it_is_asked_for(rig: Rig) -> None:
     worker.close()
 
 
+@pytest.mark.parametrize(("refused", "loaded"), [("umbp-fetch_1", 4), ("umbp-fetch_", 0)])
+def test_a_load_does_with_the_threads_that_the_system_has(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, refused: str, loaded: int
+) -> None:
+    """A pool of threads keeps what it couldn't start one for, and does it when the load is over."""
+    monkeypatch.setattr("umbp.runtime.pool_worker.TURN_BYTES", SIZE)
+    far, keeper = rig.far(), ReplacedPools()
+    worker = PoolWorkerHandle(OPTIONS, LAYOUT, keeper, far=far)
+    worker.register_buffers({"layer": FakeTensor.zeros((8, SIZE))})
+    plans = [plan_of(number) for number in range(4)]
+    worker.publish(worker.wait(worker.store(plans)))
+    assert far.flush(LONG_S)
+    keeper.pool.clear(keeper.pool.namespace("n"))
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith(refused):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as system:
+        system.setattr(threading.Thread, "start", refuse)
+        job = worker.wait(worker.load(plans))
+        assert len(job.completed_keys) == loaded
+        assert loaded or "can't start new thread" in str(job.error)
+    again = worker.wait(worker.load(plans))
+    assert len(again.completed_keys) == 4
+    assert len(job.completed_keys) == loaded
+    worker.close()
+
+
 def test_no_store_waits_for_a_pool_to_be_left(rig: Rig) -> None:
     """A pool is made anew while an object of the old one is being put into a store that hangs."""
     keeper = ReplacedPools()
@@ -481,6 +512,21 @@ def test_gets_of_one_process_come_one_by_one_where_more_are_of_no_use(rig: Rig) 
             rig.pool.release(brought.tickets)
     assert store.calls.count("get") == 4
     assert far.close()
+
+
+def test_a_start_without_threads_to_send_with_is_one_sentence(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "umbp-send":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(StoreError, match="gives this process no thread for 'umbp-send'"):
+        rig.far()
 
 
 @pytest.mark.parametrize("is_given_back", [True, False])

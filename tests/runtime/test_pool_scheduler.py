@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,11 @@ TOPOLOGY = RankTopology(tp_size=2)
 HASHES = [bytes([number]) * 32 for number in range(4)]
 
 
-class Pools(dict[Rank, Pool]):
+class Pools(UserDict[Rank, Pool]):
     """Calls `between` when it has been looked through once, as between a lookup and a hold."""
 
     between: Callable[[], None] | None = None
+    _looks = 0
 
     def items(self) -> ItemsView[Rank, Pool]:
         if self.between is not None:
@@ -31,8 +33,6 @@ class Pools(dict[Rank, Pool]):
             if looks == 1:
                 self.between()
         return super().items()
-
-    _looks = 0
 
 
 class Binding:
@@ -49,6 +49,9 @@ class Binding:
 
     def clear(self) -> bool:
         return True
+
+    def namespaces(self) -> Collection[tuple[Pool, int]]:
+        return [(pool, pool.namespace("n")) for pool in self._pools.values()]
 
     def close(self) -> None:
         pass

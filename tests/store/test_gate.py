@@ -638,3 +638,85 @@ print(gate.close(0.05))
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["the store 'memory' brought nothing: silent", "False"]
+
+
+# A system that has no threads left
+
+
+class NoThreads:
+    """The system refuses threads whose names end like this, while it is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ending: str | None = None
+        start = threading.Thread.start
+
+        def refuse(thread: threading.Thread) -> None:
+            if self.ending is not None and thread.name.endswith(self.ending):
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> NoThreads:
+    return NoThreads(monkeypatch)
+
+
+@pytest.mark.parametrize("ending", ["-watch", "-own"])
+def test_a_start_without_threads_is_one_sentence_and_works_later(
+    site: Site, no_threads: NoThreads, ending: str
+) -> None:
+    gate = site.gate()
+    no_threads.ending = ending
+    said: list[str] = []
+
+    def is_said() -> bool:
+        with pytest.raises(StoreError) as refused:
+            gate.open(0.0)
+        said.append(str(refused.value))
+        return "the system gives this process no thread" in said[-1]
+
+    site.moved_until(is_said)
+    assert "\n" not in said[-1]
+    gate.audit()
+    no_threads.ending = None
+    gate.begin()
+    site.moved_until(lambda: gate.is_well)
+    assert gate.call(asks, 1.0) == [Outcome.MISS]
+
+
+def test_a_gate_that_never_had_a_thread_is_left_at_once(site: Site, no_threads: NoThreads) -> None:
+    gate = site.gate()
+    no_threads.ending = "-own"
+    gate.begin()
+    assert gate.close(0.0)
+    gate.audit()
+
+
+def test_a_store_that_is_given_up_while_there_are_no_threads_comes_back_when_there_are(
+    site: Site, no_threads: NoThreads
+) -> None:
+    gate = site.opened(GateLimits(patience=1))
+    no_threads.ending = "-own"
+    site.cluster.is_down = True
+    with pytest.raises(StoreError):
+        gate.call(_raises, 1.0)
+    site.moved_until(lambda: gate.counts().replaced > 0)
+    site.cluster.is_down = False
+    no_threads.ending = None
+    site.moved_until(lambda: gate.is_well)
+    assert gate.call(asks, 1.0) == [Outcome.MISS]
+
+
+def test_a_call_that_finds_no_thread_is_served_when_one_comes(site: Site, no_threads: NoThreads) -> None:
+    gate = site.opened()
+    no_threads.ending = "-1"
+    waiting = gate.start(asks, 1.0)
+    no_threads.ending = None
+    assert gate.call(asks, 1.0) == [Outcome.MISS]
+    assert waiting.result() == [Outcome.MISS]
+
+
+def _raises(store: ClusterStore) -> bool:
+    raise OSError("it is down")

@@ -214,8 +214,7 @@ class PoolSchedulerHandle:
         found = self._name_of(key)
         pool = None if found is None else pools.get(self._kept_by(pools, found[0]))
         if found is None or pool is None:
-            return False
-            taken.append((pool, tickets))
+            return None
         tickets, outcomes = pool.acquire([found[1]])
         return (pool, tickets) if outcomes[0] == Outcome.HIT else None
 

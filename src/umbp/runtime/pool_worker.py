@@ -338,8 +338,14 @@ class PoolWorkerHandle:
         # No store waits behind what is fetched late, or behind a store that hangs.
         self._leaving = [thread for thread in self._leaving if thread.is_alive()]
         thread = threading.Thread(target=leave_far, args=(self._far,), name="umbp-leave", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread for it
+            logger.warning(
+                "UMBP: no thread is left to leave a pool that isn't used any more: it stays mapped"
+            )
+            return
         self._leaving.append(thread)
-        thread.start()
 
     def _in_turns(
         self,

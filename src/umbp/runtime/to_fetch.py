@@ -39,7 +39,7 @@ class ToFetch:
 
     def new(self, group_id: int, block_hashes: Sequence[bytes]) -> list[int]:
         """The rows of those that nobody waits for yet."""
-        promises = self._by_group.get(group_id, {})
+        promises = self._by_group.get(group_id, Counter())
         return [row for row, each in enumerate(block_hashes) if each not in promises]
 
     def all(self) -> Mapping[int, int]:

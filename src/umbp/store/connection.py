@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from umbp.errors import InvariantError
-from umbp.store.base import ClusterStore
+from umbp.store.base import ClusterStore, StoreError
 from umbp.store.calls import Call
+from umbp.store.threads import start_thread
 
 _log = logging.getLogger(__name__)
 
@@ -82,20 +83,28 @@ class Connection:
             self._threads += 1
             try:
                 self._start(self._work_off, f"{self._threads}")
-            except RuntimeError:  # the system has no thread for us: it waits for one that is there
+            except StoreError:  # it waits for a thread that is there, or for a call that brings one
                 self._threads -= 1
 
     def ask(self, task: Callable[[Connection], None], until_s: float) -> None:
-        """Have the thread of its own do this; only one thing at a time."""
+        """Have the thread of its own do this; only one thing at a time. `StoreError` where the system has no
+        thread for it.
+        """
+        if not self._has_own_thread:
+            self._start(self._attend, "own")
+            self._has_own_thread = True
         self.task = task
         self.task_until_s = until_s
-        self._wake_own_thread()
+        self._turn.notify()
 
-    def retire(self) -> None:
-        """Nobody calls any more: leave the store when all have come out of it."""
+    def retire(self) -> bool:
+        """Nobody calls any more: leave the store when all have come out of it. False where nobody has ever
+        been in it, and nobody will tell of leaving it.
+        """
         self.is_retired = True
         self._work.notify_all()
-        self._wake_own_thread()
+        self._turn.notify()
+        return self._has_own_thread
 
     def came_out(self, call: Call[Any]) -> None:
         """A thread of the crew has left the store."""
@@ -138,14 +147,7 @@ class Connection:
     # Its threads
 
     def _start(self, target: Callable[[], None], what: str) -> None:
-        threading.Thread(target=target, name=f"{self.name}-{what}", daemon=True).start()
-
-    def _wake_own_thread(self) -> None:
-        if self._has_own_thread:
-            self._turn.notify()
-        else:
-            self._has_own_thread = True
-            self._start(self._attend, "own")
+        start_thread(target, f"{self.name}-{what}")
 
     def _work_off(self) -> None:
         while (begun := self._next()) is not None:

@@ -21,12 +21,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from umbp.errors import InvariantError
-from umbp.store.base import ClusterStore, Outcome
+from umbp.store.base import ClusterStore, Outcome, StoreError
 from umbp.store.bounds import GateCounts, GateLimits
 from umbp.store.breaker import Backoff, Breaker
 from umbp.store.calls import Call, Late, StoreUnavailable, Verb, Why
 from umbp.store.connection import Connection, Memory
 from umbp.store.keeper import StoreKeeper
+from umbp.store.threads import start_thread
 from umbp.store.waiting import MonotonicClock, WaitingClock
 
 __all__ = ["Backoff", "Call", "GateCounts", "GateLimits", "StoreGate", "StoreUnavailable", "Why"]
@@ -88,13 +89,19 @@ class StoreGate:
     # Life
 
     def begin(self) -> None:
-        """Open the store in the background, and go on trying."""
+        """Open the store in the background, and go on trying. `StoreError` where the system has no thread for
+        that.
+        """
         with self._lock:
             if self._is_begun or self._keeper.is_closed:
                 return
             self._is_begun = True
             self._keeper.begin()
-        threading.Thread(target=self._watch_time, name=f"umbp-{self.name}-watch", daemon=True).start()
+        try:
+            start_thread(self._watch_time, f"umbp-{self.name}-watch")
+        except StoreError:
+            self._is_begun = False
+            raise
 
     def open(self, timeout_s: float) -> None:
         """Open the store and wait for it; `StoreError` where it isn't usable by then (it is still tried until

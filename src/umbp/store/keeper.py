@@ -192,7 +192,13 @@ class StoreKeeper:
                 return math.inf
         is_pressing = connection.is_opened and not connection.recovers
         limit_s = self._limits.probe_timeout_s if is_pressing else self._limits.open_timeout_s
-        connection.ask(self._attempt_to_return, now_s + limit_s)
+        try:
+            connection.ask(self._attempt_to_return, now_s + limit_s)
+        except StoreError as no_thread:
+            self._failure = no_thread
+            self.breaker.put_off(now_s)
+            self._tell(now_s, f"can't be asked: {no_thread}")
+            return self.breaker.probe_at_s
         return connection.task_until_s
 
     def _is_spent(self, connection: Connection, now_s: float) -> bool:
@@ -226,8 +232,8 @@ class StoreKeeper:
         self._changed.notify_all()
 
     def _give_up(self, connection: Connection) -> None:
-        self.held.append(connection)
-        connection.retire()
+        if connection.retire():
+            self.held.append(connection)
 
     def _tell(self, now_s: float, what: str) -> None:
         level = logging.WARNING if now_s - self._told_at_s >= QUIET_S else logging.DEBUG

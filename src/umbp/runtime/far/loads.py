@@ -52,7 +52,8 @@ class _Load:
     fence: object
     deadline_s: float
     done: Future[None]
-    threads: int
+    shares: set[int]
+    """Of each thread that works or will work at it, a number of its own."""
     copies: list[Future[None]] = field(default_factory=list)
     error: str | None = None
 
@@ -80,17 +81,17 @@ class FarLoads:
         done: Future[None],
     ) -> None:
         """Fetch and copy what is missing, then settle the job and end `done`."""
-        threads = min(PARTS_AT_ONCE, len(missing))
-        load = _Load(job, moves, deque(missing), mover, fence, deadline_s, done, threads)
+        shares = range(min(PARTS_AT_ONCE, len(missing)))
+        load = _Load(job, moves, deque(missing), mover, fence, deadline_s, done, set(shares))
         with self._lock:
             self._unfinished.add(done)
-        for _ in range(threads):
+        for share in shares:
             try:
-                self._threads.submit(self._run, load)
-            except RuntimeError:  # closed meanwhile
-                load.missing.clear()
-                load.error = "the handle is closed"
-                self._leave(load)
+                self._threads.submit(self._run, load, share)
+            except RuntimeError as refused:  # closed meanwhile, or the system has no thread for it
+                # In the latter case it waits all the same, and may have its turn when the load is long over.
+                load.error = str(refused)
+                self._leave(load, share)
 
     def unfinished(self) -> list[Future[None]]:
         """The loads that have been handed over and have not ended."""
@@ -101,10 +102,10 @@ class FarLoads:
         """Return when all have ended, which their deadlines see to."""
         self._threads.shutdown(wait=True)
 
-    def _run(self, load: _Load) -> None:
+    def _run(self, load: _Load, share: int) -> None:
         mover = load.mover
         try:
-            while (part := self._next(load)) is not None:
+            while (part := self._next(load, share)) is not None:
                 brought = self._far.fetch(mover.pool, mover.namespace_id, part.move, load.deadline_s)
                 load.copies.append(self._lane.start(_copy(part, brought, mover, load.fence)))
         except Exception as broken:
@@ -112,17 +113,19 @@ class FarLoads:
             logger.exception("UMBP: fetching for a load of %d objects broke", len(load.job.keys))
             load.error = str(broken)
             load.missing.clear()
-        self._leave(load)
+        self._leave(load, share)
 
-    def _next(self, load: _Load) -> Missing | None:
+    def _next(self, load: _Load, share: int) -> Missing | None:
         with self._lock:
-            return load.missing.popleft() if load.missing else None
+            return load.missing.popleft() if load.missing and share in load.shares else None
 
-    def _leave(self, load: _Load) -> None:
-        """A thread has done its part of a load; the last one ends it."""
+    def _leave(self, load: _Load, share: int) -> None:
+        """A thread has done its share of a load, or won't: the last one ends it."""
         with self._lock:
-            load.threads -= 1
-            if load.threads:
+            if share not in load.shares:
+                return
+            load.shares.remove(share)
+            if load.shares:
                 return
         for copy in load.copies:
             copy.result()

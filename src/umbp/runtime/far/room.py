@@ -56,5 +56,7 @@ class FarRoom:
                 taken[self._slots[each]] += blocks * ranks
         slabs = pool.capacity_bytes // pool.slab_bytes
         # A slab has slots of one size.
-        others = sum(-(-count // (pool.slab_bytes // size)) for size, count in taken.items() if size != own)
+        others = sum(
+            -(-count // max(pool.slab_bytes // size, 1)) for size, count in taken.items() if size != own
+        )
         return max((slabs - others) * (pool.slab_bytes // own) - taken[own], 0) // ranks

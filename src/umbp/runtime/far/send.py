@@ -24,6 +24,7 @@ from umbp.runtime.far.turns import Turn, Turns
 from umbp.store import base
 from umbp.store.base import ClusterStore, StoreError
 from umbp.store.gate import StoreGate, StoreUnavailable, Why
+from umbp.store.threads import no_thread_for
 
 logger = logging.getLogger("vllm.umbp")
 
@@ -124,6 +125,7 @@ class Sender:
         most_waiting: int = MOST_WAITING,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`StoreError` where the system has no threads for it."""
         self._gate = gate
         self._traits = traits
         self._debts = debts
@@ -148,8 +150,14 @@ class Sender:
             for _ in range(traits.calls_at_once + SPARE_THREADS)
         ]
         gate.on_return(self._look_again)
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError as error:
+            with self._change:
+                self._closes_at_s = self._clock()
+                self._change.notify_all()
+            raise no_thread_for("umbp-send", error) from error
 
     @property
     def waiting(self) -> int:

@@ -1,0 +1,24 @@
+"""Threads that are asked of the system, which may have none left."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from umbp.store.base import StoreError
+
+
+def start_thread(target: Callable[[], None], name: str) -> None:
+    """A daemon. `StoreError`, one sentence, where the system has no thread for it."""
+    try:
+        threading.Thread(target=target, name=name, daemon=True).start()
+    except RuntimeError as error:
+        raise no_thread_for(name, error) from error
+
+
+def no_thread_for(name: str, error: RuntimeError) -> StoreError:
+    """What to say of `Thread.start`'s error."""
+    return StoreError(
+        f"the system gives this process no thread for {name!r} ({error}): raise `ulimit -u`, or the "
+        "container's limit of processes"
+    )
