@@ -175,6 +175,9 @@ def test_the_table_keeps_its_columns_in_a_narrow_terminal() -> None:
         (("copy", "--objects", "1000000", "--ranges", "100", "--range-bytes", "1000000"), "doesn't fit"),
         (("engine", "--policy", "sometimes"), "--policy"),
         (("store", "--objects", "3"), "go together"),
+        (("store", "--store", "redis", "--master", "nowhere"), "--master must be host:port, not 'nowhere'"),
+        (("store", "--master", "127.0.0.1:99999"), "--master must be host:port"),
+        (("store", "--master", "127.0.0.1:1"), "nobody answers at 127.0.0.1:1"),
         (("nothing",), "nothing"),
     ],
 )

@@ -303,8 +303,8 @@ def test_what_was_fetched_is_told_as_stored_with_its_tokens_when_it_has_come(
     assert told(second, request) == in_pools(second, request) == [True] * 10
     (event,) = second.events.events
     assert isinstance(event, BlockStored)
+    assert (event.medium, event.locality) == ("CPU", "LOCAL"), "of this host's pool, not of the store"
     assert event.token_ids == tokens(PROMPT)[: 10 * BLOCK]
-    assert event.medium == "CPU"
 
 
 def cluster_gets(cluster: MemoryCluster) -> int:

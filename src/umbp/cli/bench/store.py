@@ -31,12 +31,13 @@ from umbp.cli.bench.store_clients import (
     bare_client,
     cluster,
     quieten,
+    require_store,
     store_options,
     why_not,
 )
 from umbp.cli.bench.store_lookup import lookup_rows
 from umbp.cli.bench.timing import Times, timed
-from umbp.errors import InvariantError
+from umbp.errors import CapacityError, InvariantError
 from umbp.options import Options, parse_options
 from umbp.pool import SEAL_BYTES, Outcome, Pool
 from umbp.pool.limits import memory_limits, refuse_over_limit
@@ -122,6 +123,8 @@ def measure(
         room_bytes = 2 * largest + SPARE_BYTES
         refuse_over_limit(room_bytes + 2 * largest, memory_limits(), "a benchmark")
         quieten()
+        if where is not None:
+            require_store(where)
         with contextlib.ExitStack() as ending:
             at = where or ending.enter_context(cluster(store, room_bytes))
             options = parse_options(
@@ -167,7 +170,10 @@ class _Setting:
         """Fetch all into the pool, which has none; what gives them back afterwards."""
         brought = self.far.fetch(self.pool, self.namespace_id, self.move, self.far.deadline_s())
         if not brought.is_held.all():
-            raise InvariantError(f"a stored object did not come back: {brought.error}")
+            raise CapacityError(
+                f"an object that was just put is not in the store ({brought.error}): no node offers memory, "
+                "or there is too little of it; it must hold all objects twice"
+            )
         return partial(self.pool.release, brought.tickets)
 
 

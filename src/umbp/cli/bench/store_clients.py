@@ -6,17 +6,21 @@ import contextlib
 import ctypes
 import importlib
 import os
+import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from umbp.cli.bench.mooncake import LOCAL_BUFFER_BYTES, MooncakeError, require
-from umbp.errors import InvariantError
+from umbp.errors import ConfigError, InvariantError
+from umbp.kinds import shown
+from umbp.store.base import StoreError
 from umbp.store.mooncake_client import own_address, set_environment
 from umbp.testing.stores import servers
 
 TIMEOUT_MS = 60_000
+REACH_S = 5.0
 """A busy machine is no dead one."""
 
 MOST_RANGES = 1024
@@ -164,6 +168,21 @@ def cluster(store: str, room_bytes: int) -> Iterator[str]:
             yield server.address
         else:
             yield ending.enter_context(servers.mooncake_cluster(Path(name), room_bytes))
+
+
+def require_store(where: str) -> None:
+    """`ConfigError` or `StoreError` at once where nobody listens at HOST:PORT: engines wait for a store that
+    may come, who measures one doesn't.
+    """
+    host, colon, port = where.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        raise ConfigError(f"--master must be host:port, not {shown(where)}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+    except OSError as error:
+        raise StoreError(
+            f"nobody answers at {where} ({error}); start the store there, or mend --master"
+        ) from error
 
 
 def quieten() -> None:

@@ -46,8 +46,8 @@ class PoolView:
 
     @property
     def is_local(self) -> bool:
-        """Whether objects are kept in this host's memory."""
-        return self._can.local
+        """Whether the objects that it tells of are kept in this host's memory."""
+        return self._can.local or self._can.local_stores
 
     @property
     def tier(self) -> str:
