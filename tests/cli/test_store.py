@@ -227,6 +227,11 @@ class TestRedis:
             assert bad(checks) == ([] if is_right else ["store"])
             assert not any("sesame" in check.text for check in checks.values())
 
+    def test_one_that_refuses_is_not_told_to_be_away(self, start: Callable[..., int]) -> None:
+        checks = found(configured("redis", port=start(), database=77))
+        assert bad(checks) == ["store"]
+        assert "refuses us (DB index is out of range); is 'database' there" in checks["store"].text
+
     def test_none_is_bad(self, closed_port: int) -> None:
         checks = found(configured("redis", port=closed_port))
         assert bad(checks) == ["store"]

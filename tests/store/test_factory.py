@@ -169,7 +169,12 @@ def test_an_unknown_setting_is_answered_with_the_nearest_right_one(store: str) -
         ("redis", {"url": "redis://a", "port": 7}, "no effect beside 'url'"),
         ("redis", {"url": "http://a"}, "must be an URL: redis://"),
         ("redis", {"url": "redis://me:secret@a"}, "UMBP_REDIS_PASSWORD"),
+        ("redis", {"url": "redis://a/0?socket_timeout=9"}, "nothing behind '?' but db=NUMBER"),
+        ("redis", {"url": "redis://a:70000"}, "must have a port from 1 to 65535"),
+        ("redis", {"url": "redis://a:port"}, "must have a port from 1 to 65535"),
+        ("redis", {"url": "redis://a/first"}, "the number of a database, not 'first'"),
         ("redis", {"tls_ca_file": "/ca.pem"}, "no effect without 'tls'"),
+        ("redis", {"tls_ca_file": "/nowhere/ca.pem", "tls": True}, "can't be read: /nowhere/ca.pem"),
         ("redis", {"port": 70000}, "from 1 to 65535"),
     ],
 )

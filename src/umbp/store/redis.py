@@ -16,14 +16,16 @@ import ctypes
 import importlib
 import importlib.util
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from umbp.errors import ConfigError
-from umbp.kinds import Flag, Text, Whole
+from umbp.kinds import Flag, Text, Whole, shown
 from umbp.options import Options
 from umbp.store.base import Outcome, StoreError, StoreTraits
 from umbp.store.settings import read_settings, setting
@@ -94,14 +96,38 @@ def make_store(options: Options, *, serves_memory: bool) -> RedisStore:
             "option 'url' in 'store_options' holds a password, which logs may show; put it into the "
             f"environment as {settings.password_variable}"
         )
+    if settings.url is not None:
+        _require_plain(settings.url)
     if settings.tls_ca_file is not None and not (settings.tls or (settings.url or "").startswith("rediss:")):
         raise ConfigError("option 'tls_ca_file' in 'store_options' has no effect without 'tls'")
+    if settings.tls_ca_file is not None and not os.access(settings.tls_ca_file, os.R_OK):
+        raise ConfigError(f"option 'tls_ca_file' in 'store_options' can't be read: {settings.tls_ca_file}")
     if importlib.util.find_spec("redis") is None:
         raise ConfigError("store 'redis' needs its package: pip install 'umbp[redis]'")
     return RedisStore(settings)
 
 
 _WITHOUT_EFFECT = {"port", "database", "tls"}
+
+
+def _require_plain(url: str) -> None:
+    """`ConfigError` for what the client would take as settings of its own, or break at."""
+    try:
+        parts = urlsplit(url)
+        is_right = parts.port is None or parts.port > 0
+    except ValueError:
+        is_right = False
+    if not is_right:
+        raise ConfigError("option 'url' in 'store_options' must have a port from 1 to 65535, if it has one")
+    database = parts.path.strip("/")
+    if parts.scheme != "unix" and not re.fullmatch(r"[0-9]{0,5}", database):
+        raise ConfigError(
+            f"option 'url' in 'store_options' must end in the number of a database, not '{database}'"
+        )
+    if (parts.query or parts.fragment) and not re.fullmatch(r"db=[0-9]{1,5}", parts.query + parts.fragment):
+        raise ConfigError(
+            "option 'url' in 'store_options' takes nothing behind '?' but db=NUMBER; write settings beside it"
+        )
 
 
 class RedisStore:
@@ -124,9 +150,7 @@ class RedisStore:
             client.ping()
         except (self._redis.RedisError, OSError) as error:
             client.close()
-            raise StoreError(
-                f"no Redis answers at {self._place()} ({error}); start one there, or mend 'store_options'"
-            ) from error
+            raise StoreError(self._why_not(error)) from error
         with self._lock:
             if not self._is_closed:
                 self._client = client
@@ -256,6 +280,19 @@ class RedisStore:
         return redis.Redis(
             host=settings.host, port=settings.port, db=settings.database, ssl=settings.tls, **common
         )
+
+    def _why_not(self, error: Exception) -> str:
+        """Why no connection can be made, and what to do: one sentence."""
+        redis = self._redis
+        if isinstance(error, redis.ResponseError | redis.AuthenticationError):
+            who = "is 'database' there, and are 'username' and the password in the environment's"
+            variable = self._settings.password_variable
+            return f"the Redis at {self._place()} refuses us ({error}); {who} {variable} right?"
+        ask = " (does it speak TLS at that port?)" if self._speaks_tls() else ""
+        return f"no Redis answers at {self._place()} ({error}); start one there, or mend 'store_options'{ask}"
+
+    def _speaks_tls(self) -> bool:
+        return self._settings.tls or (self._settings.url or "").startswith("rediss:")
 
     def _place(self) -> str:
         return self._settings.url or f"{self._settings.host}:{self._settings.port}"
