@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm
 
 pytest.importorskip("umbp._native", reason="the native core isn't built")
 
@@ -73,9 +72,6 @@ def skip_quarantine(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not vllm.__version__.startswith("0.32"), reason="the fixed stories were chosen with vLLM 0.32"
-)
 @pytest.mark.parametrize("plant", [unpin_early, report_twice, skip_quarantine])
 def test_the_stories_find_a_fault_that_is_planted(
     root: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]

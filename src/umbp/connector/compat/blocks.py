@@ -102,6 +102,6 @@ def own_hit(cache: KVCacheManager, request: Request) -> tuple[int, list[list[int
     return tokens, [[block.block_id for block in group] for group in blocks]
 
 
-def held_blocks(cache: KVCacheManager, request: Request) -> Sequence[Sequence[int]]:
+def held_blocks(cache: KVCacheManager, request: Request) -> Sequence[list[int]]:
     """The ids of the blocks that a request has, by cache group."""
     return cache.get_block_ids(request.request_id)

@@ -55,17 +55,16 @@ class EarlyCopies:
         behind = [one for one in computing if one.num_computed_tokens < hit_tokens]
         for group in self._cut_groups if behind else ():
             place, is_cut = divmod(hit_tokens, group.block_tokens)
-            if not is_cut:
+            source = hit_blocks[group.group_id][place : place + 1] if is_cut else []
+            if not any(source):
                 continue
-            source = hit_blocks[group.group_id][place]
-            for one in behind:
-                table = compat.held_blocks(self._cache, one)[group.group_id]
-                if place < len(table) and table[place] == source:
-                    return True
+            tables = (compat.held_blocks(self._cache, one)[group.group_id] for one in behind)
+            if any(table[place : place + 1] == source for table in tables):
+                return True
         return False
 
     def _computes_what_follows(self, one: Request, request: Request, whole_tokens: int) -> bool:
-        """Whether it has yet to compute of the blocks after these, and they are the request's too."""
+        """Whether it runs, and goes on after these tokens as the request does."""
         place = whole_tokens // self._shape.hash_tokens
         mine, theirs = request.block_hashes, one.block_hashes
         return (
