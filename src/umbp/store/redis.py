@@ -122,7 +122,7 @@ def _require_plain(url: str) -> None:
     database = parts.path.strip("/")
     if parts.scheme != "unix" and not re.fullmatch(r"[0-9]{0,5}", database):
         raise ConfigError(
-            f"option 'url' in 'store_options' must end in the number of a database, not '{database}'"
+            f"option 'url' in 'store_options' must end in the number of a database, not {shown(database)}"
         )
     if (parts.query or parts.fragment) and not re.fullmatch(r"db=[0-9]{1,5}", parts.query + parts.fragment):
         raise ConfigError(
