@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -355,6 +356,21 @@ def test_the_doctor_looks_at_a_shared_pool_as_an_engine_would_find_it(tmp_path: 
         assert "1 MiB, 1 user attached" in found.text
     Path(path).write_bytes(bytes(8192))
     assert told().state == "bad"
+
+
+def test_the_doctor_tells_where_no_engine_can_make_its_shared_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bad(folder: str) -> list[str]:
+        extra = {"mode": "standalone", "pool": "p", "pool_dir": folder, "capacity_bytes": "1MiB"}
+        return [each.text for each in checks.check_shared_pool(parse_options(extra)) if each.state == "bad"]
+
+    assert not bad(str(tmp_path))
+    (full,) = bad("/proc")
+    assert full.startswith("the file system of /proc leaves 0 B")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    (forbidden,) = bad(str(tmp_path))
+    assert f"may not write to {tmp_path}" in forbidden
 
 
 def test_the_doctor_tries_huge_pages_and_memory_nodes_on_a_pool() -> None:

@@ -132,14 +132,16 @@ def _check_pool_memory() -> Iterator[Check]:
         yield Check("memory nodes", "ok", text)
 
 
-def check_memory(options: Options | None) -> Iterator[Check]:
-    """What the tightest bound on memory leaves free, and whether the pool of an engine of one worker fits."""
+def check_memory(options: Options | None, path: str | None = None) -> Iterator[Check]:
+    """What the tightest bound on memory leaves free, and whether the pool of an engine of one worker fits;
+    with a path, also on the file system that its file is to be on.
+    """
     try:
         from umbp.pool.limits import memory_limits
     except ImportError as error:
         yield Check("memory", "bad", f"can't be looked at without the native core: {error}")
         return
-    tightest = min(memory_limits(), key=lambda limit: limit.free_bytes)
+    tightest = min(memory_limits(path=path), key=lambda limit: limit.free_bytes)
     text = f"{tightest.source} leaves {format_size(tightest.free_bytes)}"
     wanted = (options or Options()).worker_capacity(tightest.free_bytes, 1)
     asked = options is not None and not options.given.isdisjoint(("capacity_bytes", "total_capacity_bytes"))
@@ -180,9 +182,15 @@ def check_shared_pool(options: Options) -> Iterator[Check]:
         command = f"umbp pool create {options.pool} --dir {options.pool_dir} --size 16GiB"
         text = f"there is none at {path}: {command}, or set 'capacity_bytes' and the first engine makes it"
         yield Check("pool", "bad", text)
+    elif not os.access(options.pool_dir, os.W_OK | os.X_OK):
+        text = (
+            f"there is none at {path}, and this user may not write to {options.pool_dir} to make it: let who "
+            "may make it (umbp pool create), or mend 'pool_dir'"
+        )
+        yield Check("pool", "bad", text)
     else:
         yield Check("pool", "note", f"there is none at {path} yet: the first engine makes it")
-        yield from check_memory(options)
+        yield from check_memory(options, path)
 
 
 def check_vllm() -> Iterator[Check]:
