@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import mmap
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -314,3 +316,18 @@ def test_behind_a_gate_a_master_that_fails_costs_one_timeout_and_its_return_noth
     assert gate.counts().replaced == 0
     gate.audit()
     assert gate.close(30.0)
+
+
+def test_a_client_that_is_well_tells_nothing_of_it(cluster: MortalMooncake) -> None:
+    code = (
+        "import os; from umbp.options import parse_options; from umbp.store.factory import create_store\n"
+        f"settings = {{'master': {cluster.master.address!r}}}\n"
+        "options = parse_options({'mode': 'distributed', 'store': 'mooncake', 'store_options': settings})\n"
+        "store = create_store(options, serves_memory=False)\n"
+        "store.open(); assert store.probe(); os._exit(0)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "MC_LOG_LEVEL"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert not [line for line in done.stderr.splitlines() if line.startswith("I")]

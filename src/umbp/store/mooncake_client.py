@@ -92,6 +92,8 @@ def require_library() -> None:
             "store 'mooncake' needs its package: pip install 'umbp[mooncake]' "
             "(hosts with CUDA: pip install mooncake-transfer-engine)"
         )
+    # Read when it is loaded, and never again; else each client tells twenty lines of how well it is.
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     try:
         importlib.import_module(MODULE)
     except ImportError as error:
@@ -108,8 +110,6 @@ def set_environment(timeout_ms: int) -> None:
         "MC_RPC_CONNECT_TIMEOUT_MS": timeout_ms,
         "MC_TCP_PROGRESS_TIMEOUT_SEC": math.ceil(timeout_ms / 1000),
         "MC_STORE_CLIENT_SETUP_RETRIES": 1,
-        # Else each client tells twenty lines of how well it is.
-        "MC_LOG_LEVEL": "ERROR",
     }
     for name, value in wanted.items():
         os.environ.setdefault(name, str(value))
