@@ -309,6 +309,7 @@ def _check_found_again(walk: FarWalk, root: Path) -> None:
     options: dict[str, object] = {"timeout_ms": PATIENT_MS, "lookup_timeout_ms": PATIENT_MS}
     fresh = FarLife(nature, life.shape, root, life._folder, cluster, options)
     try:
+        fresh.engine.run(tokens(1))  # prefill ranks tell of their pools with their first step
         fresh.engine.run(prompt, 20)
         has_room = life.nature.objects >= MUCH_ROOM  # a small pool evicts what has not been sent
         # A machine with much to do may need longer than some lives' stores are waited for.

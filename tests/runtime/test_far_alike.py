@@ -182,3 +182,33 @@ def test_a_clear_removes_the_one_object_of_all(alike: Alike, cluster: MemoryClus
     assert alike.scheduler.clear()
     assert not cluster.objects
     assert list(alike.scheduler.lookup(alike.rig.keys(chain))) == [False] * 6
+
+
+def test_no_rank_is_given_what_the_first_was_sending_when_all_was_cleared(
+    alike: Alike, cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A put of the first rank's hangs; all is cleared, as new weights came, and the same blocks are computed
+    and stored anew; the second rank loses them; then the put goes on, with the old bytes, which the first
+    rank can't remove now."""
+    chain = hashes(3)
+    cluster.hang("put", "remove")
+    alike.put(chain)
+    cluster.wait_hanging(1)
+    monkeypatch.setattr("umbp.runtime.far.scheduler.HELD_PATIENCE_S", 0.01)
+    assert alike.scheduler.clear()
+    for rank in alike.rig.ranks:
+        for block in range(3):
+            rank.fill(block, f"new {block}")
+    alike.put(chain)
+    alike.pools[1].remove(alike.names(chain))
+    alike.prepare("r", chain)
+    assert alike.scheduler.hold_raw("r", 0, chain) == 0
+    cluster.go_on("put")
+    alike.flush()
+    alike.scheduler.unprepare("r")
+    alike.scheduler.gate.open(LONG_S)
+    alike.prepare("s", chain)
+    held = alike.scheduler.hold_raw("s", 0, chain)
+    for number, rank in enumerate(alike.rig.ranks):
+        assert alike.load(number, chain[:held]) == set(rank.keys(chain[:held]))
+    alike.scheduler.unhold("s")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ class MemoryCluster:
         self._changed = threading.Condition()
         self._hanging_verbs: set[str] = set()
         self._hanging = 0
-        self._period = 0
+        self._periods: Counter[str] = Counter()
 
     def connect(self) -> MemoryStore:
         """One more connection, not opened yet."""
@@ -67,11 +68,11 @@ class MemoryCluster:
         with self._changed:
             self._hanging_verbs |= set(verbs or VERBS)
 
-    def go_on(self) -> None:
-        """Let out whoever hangs, and nobody hangs any more."""
+    def go_on(self, *verbs: str) -> None:
+        """Let out whoever hangs in these verbs (in any, without one), and nobody hangs there any more."""
         with self._changed:
-            self._hanging_verbs.clear()
-            self._period += 1
+            self._hanging_verbs -= set(verbs or VERBS)
+            self._periods.update(verbs or VERBS)
             self._changed.notify_all()
 
     def wait_hanging(self, count: int) -> None:
@@ -91,10 +92,10 @@ class MemoryCluster:
         with self._changed:
             if verb not in self._hanging_verbs:
                 return
-            period = self._period
+            period = self._periods[verb]
             self._hanging += 1
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._period != period)
+            self._changed.wait_for(lambda: self._periods[verb] != period)
             self._hanging -= 1
 
 
