@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -133,6 +137,43 @@ def test_a_cluster_store_that_can_not_run_here_is_a_sentence() -> None:
     report = json.loads(done.stdout)
     assert report["results"] == []
     assert any("pip install it" in note for note in report["notes"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_benchmark_that_is_told_to_end_takes_its_servers_along(
+    told: signal.Signals, tmp_path: Path
+) -> None:
+    from umbp.cli.bench.store_clients import why_not
+
+    if missing := why_not("redis"):
+        pytest.skip(missing)
+    command = [sys.executable, "-c", ENTRY, "bench", "store", "--store", "redis", "--small"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    bench = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        while not (logs := list(tmp_path.glob("umbp-bench-*/log"))) or not logs[0].stat().st_size:
+            assert bench.poll() is None, bench.communicate()
+        bench.send_signal(told)
+        _, said = bench.communicate(timeout=60)
+    finally:
+        bench.kill()
+        bench.wait()
+    assert "Traceback" not in said
+    assert not list(tmp_path.glob("umbp-bench-*"))
+    assert not processes_in(tmp_path)
+
+
+def processes_in(folder: Path) -> list[str]:
+    """Those that have it as their folder for temporary files."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"TMPDIR={folder}\0".encode() in each.read_bytes():
+                found.append(each.parent.name)
+    return found
 
 
 @pytest.mark.engine

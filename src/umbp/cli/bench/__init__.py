@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import click
 
+from umbp.cli.ending import termination_as_interrupt
 from umbp.cli.lazy import LazyGroup, Subcommand
 
 _SUBCOMMANDS = {
@@ -29,8 +30,11 @@ _SUBCOMMANDS = {
 
 
 @click.group(cls=LazyGroup, subcommands=_SUBCOMMANDS)
-def bench() -> None:
+@click.pass_context
+def bench(context: click.Context) -> None:
     """How fast the node pool is on this machine: medians, and ratios against a named reference.
 
     Every subcommand prints a table, or one JSON object with --json.
     """
+    # Some start servers and engines, which end with them.
+    context.with_resource(termination_as_interrupt())

@@ -7,11 +7,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
-from types import FrameType
 
 import click
 from rich.console import Console
@@ -21,6 +19,7 @@ from umbp.cli.demo import engine as engines
 from umbp.cli.demo import measure, model, report
 from umbp.cli.demo.errors import DemoFailedError, NotInstalledError
 from umbp.cli.demo.packages import require_packages
+from umbp.cli.ending import termination_as_interrupt
 
 EXIT_FAILED = 1
 EXIT_UNAVAILABLE = 2
@@ -44,7 +43,7 @@ def demo(is_json: bool, rounds: int, threads: int | None) -> None:
     """
     status = Console(stderr=True, highlight=False)
     try:
-        with _termination_as_interrupt():
+        with termination_as_interrupt():
             problems = _run(status, is_json=is_json, rounds=rounds, threads=threads)
     except NotInstalledError as error:
         click.echo(str(error), err=True)
@@ -111,18 +110,3 @@ def _progress(status: Console) -> Iterator[model.Progress]:
             bars.update(tasks[what], completed=done, total=total)
 
         yield show
-
-
-@contextlib.contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
-    """While inside, SIGTERM and SIGHUP unwind like Ctrl-C, so that everything is put away."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

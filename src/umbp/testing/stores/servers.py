@@ -90,7 +90,9 @@ def start_node(master: str, segment_bytes: int, log: Path) -> Server:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output)
     assert process.stdout is not None
     server = Server(process, master)
-    if process.stdout.readline() != b"up\n":
+    with _killed_unless_up(server):
+        is_up = process.stdout.readline() == b"up\n"
+    if not is_up:
         server.kill()
         raise ServerError(f"a storage node doesn't come up: {_end_of(log)}")
     return server
@@ -229,10 +231,22 @@ def _started(command: list[str], port: int, log: Path) -> Server:
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
     server = Server(process, f"127.0.0.1:{port}")
-    if not _wait_until(lambda: _listens(port), process):
+    with _killed_unless_up(server):
+        is_up = _wait_until(lambda: _listens(port), process)
+    if not is_up:
         server.kill()
         raise ServerError(f"{Path(command[0]).name} doesn't come up: {_end_of(log)}")
     return server
+
+
+@contextlib.contextmanager
+def _killed_unless_up(server: Server) -> Iterator[None]:
+    """Whoever is interrupted while it waits for a server leaves none behind."""
+    try:
+        yield
+    except BaseException:
+        server.kill()
+        raise
 
 
 def _listens(port: int) -> bool:
