@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from nodes import Node
 from scripted import BLOCK, ScriptedEngine, tokens
 
 from umbp.data import BlockTransferPlan, RankTopology, TransferJobState
+from umbp.pool import Pool
 from umbp.runtime.base import IUMBPRuntime, LookupState, UMBPWorkerHandle
 from umbp.runtime.wrap.passing import NotesByJob, PassingRuntime, PassingWorkerHandle, mirror
 from umbp.testing.engine.shape import Layers
@@ -208,6 +210,46 @@ def test_who_has_waited_long_enough_takes_what_is_there(
     assert (consumer.count("awaited_requests"), consumer.count("awaited_in_vain_requests")) == (1, 1)
     assert list(request.output_token_ids) == list(producer.finished["r1"].output_token_ids)
     consumer.check_drained()
+
+
+def test_nobody_waits_while_the_store_is_left_alone(start: Start, cluster: MemoryCluster) -> None:
+    """Scenario: the store dies while one request waits for it, and another one comes; then it is back."""
+    producer, node = start(role="kv_producer")
+    consumer, _ = start({"lookup_timeout_ms": LONG_MS}, role="kv_consumer")
+    cluster.hang("put")
+    told, later = prefilled(producer), producer.handed_over[producer.run(tokens(PROMPT, 1)).request_id]
+    consumer.add(tokens(PROMPT), transfer_params=told)
+    drain(consumer, lambda: consumer.count("awaited_requests") == 1)
+    assert consumer.scheduler.has_requests()
+    cluster.is_down = True
+    drain(consumer)
+    consumer.run(tokens(PROMPT, 1), transfer_params=later)
+    assert not consumer.restored_tokens()
+    assert (consumer.count("awaited_requests"), consumer.count("awaited_in_vain_requests")) == (1, 1)
+    cluster.is_down = False
+    cluster.go_on()
+    node.flush()
+    consumer.connector.scheduler_side._pool._stages[0].handle.gate.open(30)
+    consumer.forget_prefixes()
+    consumer.run(tokens(PROMPT), transfer_params=told)
+    assert consumer.restored_tokens() == 10 * BLOCK
+    for engine in (producer, consumer):
+        engine.check_drained()
+
+
+def test_engines_that_share_a_pool_wait_also_while_the_store_is_left_alone(
+    start: Start, cluster: MemoryCluster, tmp_path: Path
+) -> None:
+    shared = {"lookup_timeout_ms": 100, "pool": "p", "pool_dir": str(tmp_path)}
+    producer, _ = start(shared, role="kv_producer")
+    consumer, _ = start(shared, role="kv_consumer")
+    told = prefilled(producer)
+    cluster.is_down = True
+    consumer.run(tokens(PROMPT, 1))
+    with Pool.attach(next(tmp_path.iterdir())) as pool:
+        pool.clear_all()
+    consumer.run(tokens(PROMPT), transfer_params=told)
+    assert (consumer.count("awaited_requests"), consumer.count("awaited_in_vain_requests")) == (1, 1)
 
 
 def test_it_is_waited_for_once_a_request(start: Start, cluster: MemoryCluster) -> None:

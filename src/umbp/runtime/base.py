@@ -335,6 +335,12 @@ class SupportsPrepare(Protocol):
         """A load of these, by cache group and hash, has failed: what is known of them counts no more."""
         ...
 
+    def is_cut_off(self) -> bool:
+        """Whether what others store now can't be found before something comes back that has failed: nobody
+        need wait for it. Never raises.
+        """
+        ...
+
     def clear_soon(self) -> None:
         """`clear` that waits for nothing: from now on nothing is found that was there, and it is removed as
         soon as that can be.

@@ -82,6 +82,7 @@ class DistributedRuntime:
             timeout_s=options.lookup_timeout_ms / 1000,
             lease_s=self._traits.lease_s,
             is_async=options.lookup_async,
+            is_shared=self._path is not None,
         )
 
     def _tell(self, gate: StoreGate, namespace: UMBPNamespace) -> None:

@@ -110,10 +110,13 @@ class Matcher:
                 wait.is_over = True
             return True
         assert state.first_asked_s is not None
+        is_in_vain = self._pool.is_cut_off
+        if wait is None and is_in_vain:
+            return True
         if wait is None:
             wait = state.wait = Wait(state.first_asked_s + self._timeout_s)
             self._counts.request_that_waits()
-        if now >= wait.until_s:
+        if is_in_vain or now >= wait.until_s:
             self._give_up(wait)
         wait.begin_pause(now)
         return wait.is_over

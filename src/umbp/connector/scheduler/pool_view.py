@@ -131,6 +131,11 @@ class PoolView:
         ready = [self._ask(partial(stage.prepare, owner, wanted), True) for stage in self._stages]
         return all(ready)
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether what other engines store now can't be found, for a while at least."""
+        return self._can.prepare and any(self._ask(stage.handle.is_cut_off, False) for stage in self._stages)
+
     def unprepare(self, owner: str) -> None:
         """Nobody waits for what was to be prepared for `owner`."""
         if self._can.prepare:

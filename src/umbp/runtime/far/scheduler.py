@@ -100,8 +100,12 @@ class DistributedSchedulerHandle(PoolSchedulerHandle):
         timeout_s: float,
         lease_s: float,
         is_async: bool,
+        is_shared: bool,
     ) -> None:
-        """The gate becomes its own; `clearing` is what that asks before it lets anyone in."""
+        """The gate becomes its own; `clearing` is what that asks before it lets anyone in; `is_shared`: other
+        engines store into the same pools.
+        """
+        self._is_shared = is_shared
         super().__init__(namespace, topology, binding, stored_as)
         self._gate = gate
         self._clearing = clearing
@@ -165,6 +169,9 @@ class DistributedSchedulerHandle(PoolSchedulerHandle):
         except ValueError:
             return False
         return bool(self._lookups.knows(found[0], group_id, [block_hash])[0])
+
+    def is_cut_off(self) -> bool:
+        return not self._is_shared and not self._gate.is_well
 
     def disbelieve(self, blocks: Collection[tuple[int, bytes]]) -> None:
         self._lookups.disbelieve(self._binding.pools().keys(), blocks)

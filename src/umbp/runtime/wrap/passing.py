@@ -118,6 +118,9 @@ class PassingSchedulerHandle:
     def disbelieve(self, blocks: Collection[tuple[int, bytes]]) -> None:
         self._inner.disbelieve(blocks)
 
+    def is_cut_off(self) -> bool:
+        return self._inner.is_cut_off()
+
     def clear_soon(self) -> None:
         self._inner.clear_soon()
 
