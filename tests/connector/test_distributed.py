@@ -19,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request
 
+from seeds import seeds
 from umbp.pool import Pool
 from umbp.testing.engine.shape import Layers
 from umbp.testing.stores.memory import MemoryCluster, MemoryStore
@@ -361,7 +362,7 @@ def test_what_was_fetched_for_a_request_that_has_gone_is_told(start: Start, clus
     assert told(second, request) == in_pools(second, request) == [True] * 10
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 @pytest.mark.parametrize("objects", [14, 500], ids=["evicting", "roomy"])
 @RANKS
 def test_at_any_quiet_point_the_events_are_what_the_pools_have(

@@ -14,6 +14,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.request import Request
 
+from seeds import seeds
 from umbp.connector.groups import CacheGroup
 from umbp.connector.scheduler.block_book import BlockBook
 from umbp.connector.scheduler.pool_view import PoolView
@@ -309,7 +310,7 @@ def act(engine: ScriptedEngine, rng: random.Random) -> list[Request]:
 KNOWN: list[bytes] = []
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 @pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
 @pytest.mark.parametrize("objects", [14, 500], ids=["evicting", "roomy"])
 def test_at_any_quiet_point_the_events_are_what_can_be_loaded(
@@ -328,7 +329,7 @@ def test_at_any_quiet_point_the_events_are_what_can_be_loaded(
     assert any(isinstance(event, BlockRemoved) for event in engine.events.events)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_two_engines_on_one_pool_tell_what_each_has_met_and_can_be_loaded(
     shared_pool: Any, make_engine: Any, seed: int
 ) -> None:

@@ -10,6 +10,7 @@ from scripted import BLOCK, tokens
 from scripted_runtime import PickyRuntime
 from vllm.v1.request import RequestStatus
 
+from seeds import seeds
 from umbp.connector.scheduler.account import Quarantine
 from umbp.connector.scheduler.write import STORE_TRIES
 from umbp.runtime.null import NullRuntime
@@ -43,7 +44,7 @@ def test_a_block_that_is_lost_on_one_rank_is_recomputed_once(
 
 
 @WAYS
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_with_a_fifth_of_all_loads_failing_every_request_ends_right(
     make_pool: Any, make_engine: Any, load_async: bool, seed: int
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from scripted import BLOCK, ScriptedEngine, tokens
 from scripted_runtime import PickyRuntime, plain, slowly
 
+from seeds import seeds
 from umbp.connector.scheduler.lazy import LAZY_REQUEST, LazyWriter
 from umbp.connector.scheduler.write import ThroughWriter
 from umbp.runtime.wrap.faulty import FaultPlan, FaultyRuntime
@@ -72,7 +73,7 @@ def test_a_prompt_that_the_engine_has_evicted_is_restored_whole(
     pool.check_unpinned()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_whatever_is_evicted_in_whatever_order_a_prompt_is_never_lost(
     make_pool: Any, make_engine: Any, seed: int
 ) -> None:
@@ -106,7 +107,7 @@ def test_whatever_is_evicted_in_whatever_order_a_prompt_is_never_lost(
     engine.check_drained()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_the_engines_own_order_of_eviction_stays_as_it_is(make_engine: Any, seed: int) -> None:
     def orders(options: dict[str, Any]) -> list[list[Any]]:
         random = Random(seed)

@@ -25,6 +25,7 @@ from engine_life import counters
 from engine_shapes import SHAPES
 from random_walk import ACTS, LIFE_STEPS, LifeError, in_words, one_walk, walk_lives, walks_together
 
+from seeds import seeds
 from umbp.data import BlockTransferPlan, RankTopology, TransferJobState
 from umbp.runtime.base import IUMBPRuntime, UMBPWorkerHandle
 from umbp.runtime.wrap.passing import PassingRuntime, PassingWorkerHandle
@@ -35,7 +36,7 @@ SEED = 1
 STEPS = 50_000 if vllm.__version__.startswith("0.32") else 10_000
 
 
-@pytest.mark.parametrize("number", range(len(SHAPES)), ids=list(SHAPES))
+@pytest.mark.parametrize("number", seeds(len(SHAPES), quick=8), ids=list(SHAPES))
 def test_a_short_life_of_each_shape_leaves_every_byte_right_and_every_account_even(
     root: Path, number: int
 ) -> None:

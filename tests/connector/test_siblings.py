@@ -16,6 +16,7 @@ from scripted_runtime import PickyRuntime, WatchedRuntime, slowly
 from sibling import SHELVES, Shelf, beside
 from vllm.v1.request import RequestStatus
 
+from seeds import seeds
 from umbp.testing.clock import TickClock
 from umbp.testing.engine.shape import Layers
 from umbp.testing.reference import ReferenceRuntime
@@ -300,7 +301,7 @@ def test_requests_that_a_sibling_loads_are_preempted_and_resume(make_engine: Any
         each.check_drained()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_beside_a_sibling_that_fails_and_waits_at_random_all_is_right_and_even(
     make_engine: Any, seed: int
 ) -> None:
