@@ -1,10 +1,12 @@
-"""The engine process of the harness: one vLLM `LLM`, driven by pickled commands; run as `child.py IN OUT`.
+"""The engine process of the harness: one vLLM `LLM`, driven by pickled commands; run as `child.py IN OUT`, or
+forked by `template.py`.
 
 The end of the command stream means that the test process is gone: then the whole process group is ended.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import pickle
@@ -17,17 +19,23 @@ import traceback
 from typing import Any
 
 
-def main() -> None:
+def serve(commands_fd: int, answers_fd: int, *, forks: bool) -> None:
+    """Does as it is told until the commands end. The other processes of an engine that `forks` are forks of
+    this one.
+    """
+    if forks:
+        leave = functools.partial(_leave_streams, os.getpid(), (commands_fd, answers_fd))
+        os.register_at_fork(after_in_child=leave)
     commands: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue()
-    stream = os.fdopen(int(sys.argv[1]), "rb")
-    answers = os.fdopen(int(sys.argv[2]), "wb", buffering=0)
+    stream = os.fdopen(commands_fd, "rb")
+    answers = os.fdopen(answers_fd, "wb", buffering=0)
     threading.Thread(target=_listen, args=(stream, commands), daemon=True).start()
     engine: Engine | None = None
     while True:
         verb, arguments = commands.get()
         try:
             if engine is None:
-                engine = Engine(*arguments)
+                engine = Engine(*arguments, forks=forks)
                 answer: tuple[bool, Any] = (True, None)
             else:
                 answer = (True, getattr(engine, verb)(*arguments))
@@ -35,6 +43,15 @@ def main() -> None:
             traceback.print_exc()
             answer = (False, f"{type(error).__name__}: {error}")
         pickle.dump(answer, answers)
+
+
+def _leave_streams(first: int, descriptors: tuple[int, ...]) -> None:
+    """Runs in forks of the first process, which must not keep its streams open when it is gone, and in forks
+    of theirs, where the numbers mean something else.
+    """
+    if os.getppid() == first:
+        for each in descriptors:
+            os.close(each)
 
 
 def _listen(stream: Any, commands: queue.Queue[tuple[str, tuple[Any, ...]]]) -> None:
@@ -45,17 +62,20 @@ def _listen(stream: Any, commands: queue.Queue[tuple[str, tuple[Any, ...]]]) -> 
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
-def _keep_prefix_cache() -> None:
+def _change_platform(*, keeps_prefix_cache: bool, forks: bool) -> None:
     """Let vLLM have a prefix cache where its platform would switch it off: its hits are the reference then,
-    right or wrong.
+    right or wrong. And let it fork where its platform would start processes afresh.
     """
     from vllm.platforms.cpu import CpuPlatform
 
-    switch_off = CpuPlatform.check_and_update_config.__func__
+    check = CpuPlatform.check_and_update_config.__func__
 
     def update(platform: type[CpuPlatform], config: Any) -> None:
-        switch_off(platform, config)
-        config.cache_config.enable_prefix_caching = True
+        check(platform, config)
+        if keeps_prefix_cache:
+            config.cache_config.enable_prefix_caching = True
+        if forks:
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     CpuPlatform.check_and_update_config = classmethod(update)
 
@@ -63,11 +83,14 @@ def _keep_prefix_cache() -> None:
 class Engine:
     """The commands, by name; see `harness.EngineProcess` for what each promises."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
+    def __init__(self, arguments: dict[str, Any], *, forks: bool) -> None:
         from vllm import LLM
 
-        if os.environ.get("E2E_KEEP_PREFIX_CACHE"):
-            _keep_prefix_cache()
+        from umbp.runtime import distributed
+
+        if limit_s := os.environ.get("E2E_STORE_START_TIMEOUT_S"):
+            distributed.START_TIMEOUT_S = float(limit_s)
+        _change_platform(keeps_prefix_cache="E2E_KEEP_PREFIX_CACHE" in os.environ, forks=forks)
         self._llm = LLM(**arguments)
         self._done: dict[str, dict[str, Any]] = {}
         self._running: dict[str, dict[str, Any]] = {}
@@ -159,4 +182,4 @@ def resolve(name: str) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    serve(int(sys.argv[1]), int(sys.argv[2]), forks=False)

@@ -1,9 +1,10 @@
 """Tools for tests on real engines: an engine in a process of its own, what it answers, how answers are
 compared.
 
-An engine costs 15 to 25 s to start. Ask the `engines` fixture for one by its specification: tests with equal
-specifications share one, and get it idle, with empty caches. Every call has a deadline; an engine that misses
-one is ended with all its processes, and the next test that asks for it gets a new one.
+An engine costs some seconds to start, 15 to 25 s where it is started afresh. Ask the `engines` fixture for
+one by its specification: tests with equal specifications share one, and get it idle, with empty caches. Every
+call has a deadline; an engine that misses one is ended with all its processes, and the next test that asks
+for it gets a new one.
 
     SPEC = EngineSpec(connector=UMBP)
 
@@ -20,6 +21,7 @@ one is ended with all its processes, and the next test that asks for it gets a n
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import pickle
@@ -38,6 +40,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from e2e import models
+from e2e.forks import Forked, Template
 
 TESTS = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 240.0
@@ -62,7 +65,8 @@ class EngineSpec:
     connector; `transfer` overrides or adds fields of vLLM's KVTransferConfig, `events` are those of its
     KVEventsConfig; `arguments` are for vLLM's `LLM`; `environment` is added to the process's. `speculative`
     is vLLM's speculative configuration, and `draft` its model if it has one; `custom_ops` chooses among
-    vLLM's own kernels.
+    vLLM's own kernels. With `is_fresh` each of its processes is started as an operator's engine starts it;
+    otherwise they are forks of one that has imported everything, and of each other.
     """
 
     model: models.Shape = models.TINY
@@ -80,6 +84,7 @@ class EngineSpec:
     speculative: tuple[tuple[str, Any], ...] = ()
     draft: models.Shape | None = None
     custom_ops: tuple[str, ...] = ()
+    is_fresh: bool = False
 
     @property
     def workers(self) -> int:
@@ -238,6 +243,13 @@ def assert_differs(result: Result, reference: Result) -> None:
     assert result.token_ids != reference.token_ids or is_far, "the answer does not depend on what was changed"
 
 
+@functools.cache
+def template() -> Template:
+    """Its threads are those of an engine that computes on one core, or has several ranks."""
+    environment = EngineSpec().process_environment(Path(tempfile.gettempdir()))
+    return Template(environment | {"OMP_NUM_THREADS": "1"})
+
+
 class EngineProcess:
     """One engine in a process group of its own. Not thread-safe. Use it in a `with` block, or `stop()` it."""
 
@@ -247,7 +259,7 @@ class EngineProcess:
         self.is_alive = False
         self._model = model
         self._ids = itertools.count(1)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self._commands = self._answers = -1
         self._run_folder: Path | None = None
 
@@ -266,15 +278,20 @@ class EngineProcess:
         their_commands, self._commands = os.pipe()
         self._answers, their_answers = os.pipe()
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(TESTS / "e2e" / "child.py"), str(their_commands), str(their_answers)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=(their_commands, their_answers),
-                env=self.spec.process_environment(self._run_folder),
-                start_new_session=True,
-            )
+            environment = self.spec.process_environment(self._run_folder)
+            descriptors = (their_commands, their_answers)
+            if self.spec.is_fresh:
+                self._process = subprocess.Popen(
+                    [sys.executable, str(TESTS / "e2e" / "child.py"), *map(str, descriptors)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=descriptors,
+                    env=environment,
+                    start_new_session=True,
+                )
+            else:
+                self._process = template().fork(environment, (*descriptors, log.fileno()))
         os.close(their_commands)
         os.close(their_answers)
         self.is_alive = True

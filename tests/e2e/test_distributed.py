@@ -316,7 +316,8 @@ def test_a_start_without_a_store_ends_with_one_sentence(
 ) -> None:
     if why := why_no_mooncake():
         pytest.skip(why)
-    engine = engines.unstarted(far_spec(f"127.0.0.1:{free_ports(1)[0]}", **settings))
+    spec = far_spec(f"127.0.0.1:{free_ports(1)[0]}", **settings)
+    engine = engines.unstarted(replace(spec, environment=(("E2E_STORE_START_TIMEOUT_S", "3"),)))
     with pytest.raises(EngineError):
         engine.start()
     log = engine.log.read_text(errors="replace")

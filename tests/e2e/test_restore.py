@@ -27,12 +27,15 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SMALL_CHUNKS = (("max_num_batched_tokens", 128),)
 
+# Two are started as an operator starts them: afresh in every process.
 SPECS = {
-    "one rank, async": EngineSpec(connector=UMBP),
+    "one rank, async": EngineSpec(connector=UMBP, is_fresh=True),
     "one process, sync, chunked": EngineSpec(
         connector=(*UMBP, ("load_async", False)), is_in_process=True, arguments=SMALL_CHUNKS
     ),
-    "two ranks, async, chunked": EngineSpec(connector=UMBP, tensor_parallel=2, arguments=SMALL_CHUNKS),
+    "two ranks, async, chunked": EngineSpec(
+        connector=UMBP, tensor_parallel=2, arguments=SMALL_CHUNKS, is_fresh=True
+    ),
     "two ranks, sync, no prefix cache": EngineSpec(
         connector=(*UMBP, ("load_async", False), ("verify", "always")),
         tensor_parallel=2,

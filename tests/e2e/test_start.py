@@ -32,7 +32,7 @@ def test_bad_input_stops_the_start_with_one_sentence(
     tmp_path: Path, connector: tuple[tuple[str, object], ...], sentence: str
 ) -> None:
     model = models.make_model(models.TINY, tmp_path)
-    engine = EngineProcess(EngineSpec(connector=connector), model, tmp_path / "log")
+    engine = EngineProcess(EngineSpec(connector=connector, is_fresh=True), model, tmp_path / "log")
     with pytest.raises(EngineError):
         engine.start()
     log = (tmp_path / "log").read_text(errors="replace")
