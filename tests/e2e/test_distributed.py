@@ -69,6 +69,8 @@ def far_spec(master: str, **settings: object) -> EngineSpec:
             ("store_options", {"master": master} | settings),
             ("capacity_bytes", 16 << 20),
             ("timeout_ms", 5000),
+            # A machine full of tests may take longer than the default for a question.
+            ("lookup_timeout_ms", 2000),
         )
     )
 
