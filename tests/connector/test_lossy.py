@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -14,15 +15,22 @@ from umbp.testing.stores.servers import why_no_mooncake
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
+ENVIRONMENT = os.environ | {"PATH": f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"}
+"""Users' paths lack where Debian keeps two of the tools."""
+
 TRIAL = "ip link set lo up && tc qdisc replace dev lo root blackhole"
 
 
 def why_no_loss() -> str | None:
     """Why no network of its own can be made to lose packets here."""
-    missing = [name for name in ("unshare", "ip", "tc") if shutil.which(name) is None]
+    missing = [
+        name for name in ("unshare", "ip", "tc") if shutil.which(name, path=ENVIRONMENT["PATH"]) is None
+    ]
     if missing:
         return f"there is no {missing[0]} here (Debian: apt-get install iproute2 util-linux)"
-    tried = subprocess.run(["unshare", "-n", "sh", "-c", TRIAL], capture_output=True, text=True, check=False)
+    tried = subprocess.run(
+        ["unshare", "-n", "sh", "-c", TRIAL], capture_output=True, text=True, check=False, env=ENVIRONMENT
+    )
     return f"this machine makes no network that loses packets: {tried.stderr}" if tried.returncode else None
 
 
@@ -37,6 +45,7 @@ def test_on_a_network_that_loses_packets_answers_are_right_steps_short_and_hits_
         text=True,
         check=False,
         timeout=240,
+        env=ENVIRONMENT,
     )
     print(done.stdout)
     assert done.returncode == 0, done.stderr[-6000:]
