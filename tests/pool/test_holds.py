@@ -11,6 +11,8 @@ from umbp.pool import Outcome, Pool
 from umbp.pool.limits import memory_limits
 from umbp.pool.pool import LOCK_PATIENCE_S
 
+pytestmark = pytest.mark.alone  # what runs beside takes the cache, and the lock is held for longer
+
 TINY = 100
 SLOT = 4096
 PREFIX = "p"
