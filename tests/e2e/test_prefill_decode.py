@@ -24,7 +24,8 @@ from e2e import models
 from e2e.harness import BLOCK_TOKENS, START_TIMEOUT_S, EnginePool, EngineSpec, random_prompt
 from umbp.testing.stores.servers import MooncakeCluster, free_ports, why_no_mooncake
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+# Two engines with their servers and a store's: beside other tests they get too little of two processors.
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.alone]
 
 PROXY = Path(__file__).resolve().parents[2] / "examples" / "prefill_decode" / "proxy.py"
 MODEL = "tiny"
