@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import statistics
 import subprocess
 import sys
 import threading
@@ -31,6 +32,7 @@ T = TypeVar("T")
 DONE, MISS, LATER, BROKEN = Outcome.DONE, Outcome.MISS, Outcome.LATER, Outcome.BROKEN
 MEMORY_BYTES = 48 << 20
 SILENCE_S = MooncakeSettings(master="a:1").timeout_ms / 1000
+ASK_S = 0.2
 
 
 @pytest.fixture
@@ -289,7 +291,7 @@ def test_behind_a_gate_a_master_that_fails_costs_one_timeout_and_its_return_noth
     gate.register(ctypes.addressof(held), len(memory), 10.0)
 
     def ask() -> Sequence[Outcome]:
-        return gate.call(lambda store: store.exists(["a"]), 0.2)
+        return gate.call(lambda store: store.exists(["a"]), ASK_S)
 
     def fail_and_return() -> None:
         assert ask() == [MISS]
@@ -299,12 +301,16 @@ def test_behind_a_gate_a_master_that_fails_costs_one_timeout_and_its_return_noth
             with contextlib.suppress(StoreUnavailable):
                 ask()
         assert time.monotonic() - begun_s < 1.0
+        refused_s = []
         while time.monotonic() - begun_s < 4.0:
             asked_s = time.monotonic()
             with pytest.raises(StoreUnavailable):
                 ask()
-            assert time.monotonic() - asked_s < 0.1
+            refused_s.append(time.monotonic() - asked_s)
             threading.Event().wait(0.05)
+        # Nobody waits the timeout once more, whatever else the machine does; most are told in microseconds.
+        assert max(refused_s) < ASK_S
+        assert statistics.median(refused_s) < 0.001
         cluster.master.go_on() if fault == "silent" else cluster.revive()
         while not gate.is_well:
             threading.Event().wait(0.01)
