@@ -360,9 +360,14 @@ class Sender:
                 batch.pool.release(batch.tickets)
             return names, batch.tries
 
+        addresses, sizes = batch.addresses.tolist(), lengths.tolist()
+
         def put(store: ClusterStore) -> Sequence[base.Outcome]:
-            outcomes = store.put(names, batch.addresses.tolist(), lengths.tolist())
-            return base.for_each(outcomes, len(names))
+            outcomes = base.for_each(store.put(names, addresses, sizes), len(names))
+            if all(outcome is base.Outcome.DONE for outcome in outcomes):
+                # The next one need not wait until these slots are given back.
+                batch.turn.end()
+            return outcomes
 
         def late(_: object) -> None:
             # Until now the store could read these slots.
