@@ -113,7 +113,7 @@ def test_a_cluster_store_is_measured_beside_its_own_client_and_asked_once_a_batc
         pytest.skip(missing)
     rows = results("store", "--small", "--store", store)
     moved = [row for row in rows if "gib_per_s" in row]
-    ways = ["put", "get", "put_unsealed", "get_unsealed"]
+    ways = ["put", "get", "put_unchecked", "get_unchecked", "put_unsealed", "get_unsealed"]
     ways += ["put_ranges", "get_ranges"] if store == "mooncake" else []
     assert [(row["op"], row["objects"], row["object_bytes"]) for row in moved] == [
         *((op, 32, 2 << 20) for op in ways),

@@ -44,7 +44,7 @@ def main() -> None:
         connection.send(str(pid).encode())
     connection.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.setsid()
+    os.setpgid(0, 0)
     commands, answers, log = descriptors
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -51,7 +51,7 @@ class Server:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,
+                process_group=0,
             )
 
     def wait_for(self, path: str) -> None:

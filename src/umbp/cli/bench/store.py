@@ -3,7 +3,8 @@
 What is measured is the way of every engine: `put` from the offer until the store has all, seals and all,
 `get` from the question until all lie in the pool, checked, published and held. The reference, in every round
 beside it, is the bare client on as many objects of its own, as long as a payload with its seal is, in calls
-as large as are safe. `_unsealed` is that client with the payloads alone, and `_ranges` with 32 ranges each.
+as large as are safe. `_unchecked` is the way of engines without checksums (`verify: off`), `_unsealed` the
+bare client with the payloads alone, and `_ranges` with 32 ranges each.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ def measure(
     """
     notes = [
         "ratio_to_bare_client is speed over that of the store's own client in the same round, their median.",
+        "_unchecked: with seals and without checksums, as engines with verify: off.",
         f"The bare client's objects have {SEAL_BYTES} bytes for a seal as well. Against itself: _unsealed,",
         f"which are the payloads alone, and _ranges, those in {RANGES} ranges each.",
         "near_lookup: all keys are in the pool. round_trips are counted at the store.",
@@ -151,6 +153,8 @@ class _Setting:
     pool: Pool
     namespace_id: int
     far: WorkerFar
+    unchecked: WorkerFar
+    """As `far`, without checksums."""
     move: Move
     content: npt.NDArray[np.uint8]
     bare: BareClient
@@ -161,14 +165,14 @@ class _Setting:
     def total_bytes(self) -> int:
         return len(self.names) * self.object_bytes
 
-    def put(self) -> None:
-        self.far.offer(self.pool, self.names)
-        if not self.far.flush(TIMEOUT_MS / 1000):
+    def put(self, far: WorkerFar) -> None:
+        far.offer(self.pool, self.names)
+        if not far.flush(TIMEOUT_MS / 1000):
             raise InvariantError("the objects did not go out in time")
 
-    def get(self) -> Callable[[], object]:
+    def get(self, far: WorkerFar) -> Callable[[], object]:
         """Fetch all into the pool, which has none; what gives them back afterwards."""
-        brought = self.far.fetch(self.pool, self.namespace_id, self.move, self.far.deadline_s())
+        brought = far.fetch(self.pool, self.namespace_id, self.move, far.deadline_s())
         if not brought.is_held.all():
             raise CapacityError(
                 f"an object that was just put is not in the store ({brought.error}): no node offers memory, "
@@ -180,7 +184,8 @@ class _Setting:
 def _rows(objects: int, object_bytes: int, options: Options, where: str, rounds: int) -> Iterator[Row]:
     with _setting(objects, object_bytes, options, where) as at:
         cases: dict[str, Callable[[], dict[str, float]]] = {
-            "": partial(_by_umbp, at),
+            "": partial(_by_umbp, at, at.far),
+            "unchecked": partial(_by_umbp, at, at.unchecked),
             "bare": partial(_by_bare, at, at.object_bytes + SEAL_BYTES),
             "unsealed": partial(_by_bare, at, at.object_bytes),
         }
@@ -213,13 +218,13 @@ def _row(at: _Setting, op: str, found: Times, bare: Times) -> Row:
     }
 
 
-def _by_umbp(at: _Setting) -> dict[str, float]:
+def _by_umbp(at: _Setting, far: WorkerFar) -> dict[str, float]:
     """Out of the pool, which has just got them, so that they have no seals yet, and back into it."""
     at.pool.remove(at.names)
     _fill(at.pool, at.names, at.object_bytes, at.content)
-    _, put_s = timed(at.put)
+    _, put_s = timed(partial(at.put, far))
     require(at.pool.remove(at.names), Outcome.REMOVED)
-    release, get_s = timed(at.get)
+    release, get_s = timed(partial(at.get, far))
     release()
     at.bare.remove(at.names)
     return {"put": put_s / at.total_bytes, "get": get_s / at.total_bytes}
@@ -261,20 +266,24 @@ def _setting(objects: int, object_bytes: int, options: Options, where: str) -> I
     traits = create_store(options, serves_memory=False).traits
     with contextlib.ExitStack() as ending:
         pool = ending.enter_context(make_pool(objects, object_bytes))
-        far = WorkerFar(
-            partial(_gate, traits.name, options),
-            traits,
-            timeout_s=TIMEOUT_MS / 1000,
-            has_checksums=options.verify != "off",
-        )
-        ending.callback(far.close)
+        fars = []
+        for has_checksums in (True, False):
+            far = WorkerFar(
+                partial(_gate, traits.name, options),
+                traits,
+                timeout_s=TIMEOUT_MS / 1000,
+                has_checksums=has_checksums,
+            )
+            ending.callback(far.close)
+            fars.append(far)
         store = options.store or ""
         yield _Setting(
             names=names,
             object_bytes=object_bytes,
             pool=pool,
             namespace_id=pool.namespace("bench"),
-            far=far,
+            far=fars[0],
+            unchecked=fars[1],
             move=Move(
                 BlockRuns.from_columns([address], [object_bytes], [object_bytes], [0], objects),
                 names,

@@ -168,7 +168,7 @@ class EngineProcess:
                     pass_fds=(theirs,),
                     env=engine_environment(run_folder, self._threads),
                     # A group of its own: Ctrl-C in the terminal comes here only; one signal ends them all.
-                    start_new_session=True,
+                    process_group=0,
                     text=True,
                 )
         finally:
