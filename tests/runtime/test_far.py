@@ -20,11 +20,12 @@ from umbp.options import parse_options
 from umbp.pool import SEAL_BYTES, Pool
 from umbp.runtime.base import Wanted
 from umbp.runtime.far.counts import FarCounts
+from umbp.runtime.far.debts import Debts
 from umbp.runtime.far.fetch import Fetcher
 from umbp.runtime.far.lookup import FarLookups
 from umbp.runtime.far.registry import RegisteredPools
 from umbp.runtime.far.scheduler import Clearing
-from umbp.runtime.far.send import Debts, Sender
+from umbp.runtime.far.send import Sender
 from umbp.runtime.far.turns import Turns
 from umbp.runtime.far.worker import WorkerFar
 from umbp.runtime.moves import Move

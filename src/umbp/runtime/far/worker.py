@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from umbp.data import LossReason
 from umbp.pool import Pool
 from umbp.runtime.far.counts import FarCounts
+from umbp.runtime.far.debts import Debts
 from umbp.runtime.far.fetch import Brought, Fetcher
 from umbp.runtime.far.registry import RegisteredPools
-from umbp.runtime.far.send import Debts, Sender
+from umbp.runtime.far.send import Sender
 from umbp.runtime.far.turns import Turns
 from umbp.runtime.moves import Move
 from umbp.store.base import ClusterStore, StoreError, StoreTraits
