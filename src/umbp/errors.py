@@ -19,3 +19,11 @@ class CapacityError(SegmentError, ConfigError):
 
 class InvariantError(UMBPError, AssertionError):
     """An `audit()` found a broken invariant: a fault of this package, never of its user."""
+
+
+def no_thread(name: str, error: RuntimeError) -> str:
+    """What to say where the system refused to start a thread."""
+    return (
+        f"the system gives this process no thread for {name!r} ({error}): raise `ulimit -u`, or the "
+        "container's limit of processes"
+    )

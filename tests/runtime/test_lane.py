@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from umbp.errors import UMBPError
 from umbp.runtime.lane import Lane
 from umbp.runtime.moves import Move
 from umbp.transfer import BlockRuns
@@ -52,6 +53,22 @@ def test_a_lane_that_is_closed_has_ended_all_jobs(lane: Lane) -> None:
     closing.join(timeout=60)
     assert all(job.done() for job in jobs)
     assert (lane.unfinished(), len(log)) == ([], 100)
+
+
+def test_without_a_thread_there_is_no_lane_and_no_job_can_find_it_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(UMBPError, match=r"no thread for 'umbp-load'.*raise `ulimit -u`"):
+            Lane("umbp-load", lambda: None)
+    lane = Lane("umbp-load", lambda: None)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    lane.start(work("late", 1, [])).result(timeout=60)
+    lane.close()
 
 
 def test_a_job_of_nothing_ends(lane: Lane) -> None:

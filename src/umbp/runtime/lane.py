@@ -7,12 +7,19 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+from umbp.errors import UMBPError, no_thread
+
 
 class Lane:
     """One thread. A job is an iterator that does a part of its work whenever it is asked for an item."""
 
     def __init__(self, name: str, initializer: Callable[[], None]) -> None:
+        """`UMBPError`, one sentence, where the system has no thread for it: now, not with the first job."""
         self._thread = ThreadPoolExecutor(1, name, initializer)
+        try:
+            self._thread.submit(_nothing)
+        except RuntimeError as error:
+            raise UMBPError(no_thread(name, error)) from error
         self._lock = threading.Lock()
         self._jobs: deque[tuple[Iterator[object], Future[None]]] = deque()
         self._unfinished: set[Future[None]] = set()
@@ -55,3 +62,7 @@ class Lane:
         with self._lock:
             self._unfinished.discard(done)
         done.set_result(None)
+
+
+def _nothing() -> None:
+    """A first job, so that there is a thread."""

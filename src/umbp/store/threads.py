@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from umbp.errors import no_thread
 from umbp.store.base import StoreError
 
 
@@ -18,7 +19,4 @@ def start_thread(target: Callable[[], None], name: str) -> None:
 
 def no_thread_for(name: str, error: RuntimeError) -> StoreError:
     """What to say of `Thread.start`'s error."""
-    return StoreError(
-        f"the system gives this process no thread for {name!r} ({error}): raise `ulimit -u`, or the "
-        "container's limit of processes"
-    )
+    return StoreError(no_thread(name, error))
