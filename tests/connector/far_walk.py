@@ -8,7 +8,6 @@ and not always the same life.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import shutil
 import tempfile
 import time
@@ -23,7 +22,7 @@ from engine_checks import check_drained
 from engine_choices import Nature, drawn_shape
 from engine_life import Around, EngineLife, counters, unchanged
 from engine_shapes import SHAPES
-from random_walk import ACTS, LifeError, Walk, in_words
+from random_walk import ACTS, Walk, walk_shapes
 
 from umbp.options import Options, parse_options
 from umbp.pool import Pool
@@ -323,26 +322,19 @@ def _check_found_again(walk: FarWalk, root: Path) -> None:
 def walk_far_lives(
     seed: int, steps: int, root: Path, *, first: int = 0, say: Callable[[str], None] = lambda text: None
 ) -> Counter[str]:
-    """So many steps through lives of all shapes in turn; returns what happened how often."""
-    told: Counter[str] = Counter()
-    done = 0
-    for number in itertools.count(first):
-        if done >= steps:
-            break
-        turn, place = divmod(number, len(SHAPES))
-        name = list(SHAPES)[place]
-        at, life_steps = 0, min(LIFE_STEPS, steps - done)
-        random = Random(f"far {seed} {number}")
-        try:
-            with far_walks(random, name, root, 1 + (number + turn) % 2) as walks:
-                for at in range(life_steps):  # noqa: B007
-                    random.choice(walks).step()
-                end_far(walks, root)
-                for walk in walks:
-                    told.update(walk.done)
-                    told.update(counters(walk.life))
-        except Exception as error:
-            raise LifeError(seed, number, life_steps, at, in_words(error), what="FAR=1 ") from error
-        done += at + 1
-        say(f"{done} steps, {number - first + 1} lives, the last one of {name!r}")
-    return told
+    """See `walk_shapes`."""
+
+    def live(random: Random, name: str, number: int, steps: int, told: Counter[str]) -> Iterator[int]:
+        count = 1 + (number + number // len(SHAPES)) % 2
+        with far_walks(random, name, root, count) as walks:
+            for at in range(steps):
+                yield at
+                random.choice(walks).step()
+            end_far(walks, root)
+            for walk in walks:
+                told.update(walk.done)
+                told.update(counters(walk.life))
+
+    return walk_shapes(
+        live, seed, steps, steps_each=LIFE_STEPS, kind="far ", what="FAR=1 ", first=first, say=say
+    )

@@ -222,6 +222,44 @@ def walks_together(
         shutil.rmtree(folder)
 
 
+Live = Callable[[Random, str, int, int, Counter[str]], Iterator[int]]
+"""Lives the life of a shape's name and a number for so many steps: says which step comes next, and counts
+what has happened when all is over.
+"""
+
+
+def walk_shapes(
+    live: Live,
+    seed: int,
+    steps: int,
+    *,
+    steps_each: int,
+    kind: str = "",
+    what: str = "",
+    first: int = 0,
+    say: Callable[[str], None] = lambda text: None,
+) -> Counter[str]:
+    """So many steps through lives of all shapes in turn, each drawn from its kind, the seed and its number;
+    returns what happened how often. `LifeError` tells of the first that goes wrong, and of `what` it is.
+    """
+    told: Counter[str] = Counter()
+    done = 0
+    for number in itertools.count(first):
+        if done >= steps:
+            break
+        name = list(SHAPES)[number % len(SHAPES)]
+        at, life_steps = 0, min(steps_each, steps - done)
+        random = Random(f"{kind}{seed} {number}")
+        try:
+            for at in live(random, name, number, life_steps, told):  # noqa: B007
+                pass
+        except Exception as error:
+            raise LifeError(seed, number, life_steps, at, in_words(error), what=what) from error
+        done += at + 1
+        say(f"{done} steps, {number - first + 1} lives, the last one of {name!r}")
+    return told
+
+
 def walk_lives(
     seed: int,
     steps: int,
@@ -231,30 +269,19 @@ def walk_lives(
     around: Around = unchanged,
     say: Callable[[str], None] = lambda text: None,
 ) -> Counter[str]:
-    """So many steps through lives of all shapes in turn, each drawn from the seed and its number; returns
-    what happened how often. `LifeError` tells of the first that goes wrong.
-    """
-    told: Counter[str] = Counter()
-    done = 0
-    for number in itertools.count(first):
-        if done >= steps:
-            break
-        turn, place = divmod(number, len(SHAPES))
-        name = list(SHAPES)[place]
-        at, life_steps = 0, min(LIFE_STEPS, steps - done)
-        random = Random(f"{seed} {number}")
-        try:
-            with walks_together(random, name, root, 2 if turn % 4 == 3 else 1, around) as walks:
-                for at in range(life_steps):  # noqa: B007
-                    random.choice(walks).step()
-                for walk in walks:
-                    walk.end()
-                for walk in walks:
-                    check_drained(walk.life)
-                    told.update(walk.done)
-                    told.update(counters(walk.life))
-        except Exception as error:
-            raise LifeError(seed, number, life_steps, at, in_words(error)) from error
-        done += at + 1
-        say(f"{done} steps, {number - first + 1} lives, the last one of {name!r}")
-    return told
+    """See `walk_shapes`."""
+
+    def live(random: Random, name: str, number: int, steps: int, told: Counter[str]) -> Iterator[int]:
+        count = 2 if number // len(SHAPES) % 4 == 3 else 1
+        with walks_together(random, name, root, count, around) as walks:
+            for at in range(steps):
+                yield at
+                random.choice(walks).step()
+            for walk in walks:
+                walk.end()
+            for walk in walks:
+                check_drained(walk.life)
+                told.update(walk.done)
+                told.update(counters(walk.life))
+
+    return walk_shapes(live, seed, steps, steps_each=LIFE_STEPS, first=first, say=say)
