@@ -13,12 +13,20 @@ from typing import Any
 import pytest
 from replaced_pools import ReplacedPools
 
-from umbp.data import BlockIdentityCodec, BlockTransferPlan, KVLayoutDescriptor, KVRegion, RankTopology
+from umbp.data import (
+    BlockIdentityCodec,
+    BlockTransferPlan,
+    KVLayoutDescriptor,
+    KVRegion,
+    LossReason,
+    RankTopology,
+)
 from umbp.data import UMBPNamespace as Namespace
 from umbp.errors import SegmentError
 from umbp.options import parse_options
 from umbp.pool import SEAL_BYTES, Pool
 from umbp.runtime.base import Wanted
+from umbp.runtime.far import send
 from umbp.runtime.far.counts import FarCounts
 from umbp.runtime.far.debts import Debts
 from umbp.runtime.far.fetch import Fetcher
@@ -247,6 +255,33 @@ def test_objects_wait_for_a_store_that_takes_no_memory_now(rig: Rig) -> None:
     assert far.flush(LONG_S)
     assert refused.is_set()
     assert list(rig.cluster.objects) == ["a"]
+
+
+@pytest.mark.parametrize("refusals", [0, send.MOST_TRIES - 1, send.MOST_TRIES])
+def test_what_a_store_has_no_room_for_waits_until_a_restarted_cluster_would_have_some(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, refusals: int
+) -> None:
+    pauses = [send.FIRST_PAUSE_S * 2**number for number in range(send.MOST_TRIES - 1)]
+    assert sum(min(pause, send.LONGEST_PAUSE_S) for pause in pauses) > 3.0
+    monkeypatch.setattr(send, "FIRST_PAUSE_S", 0.001)
+    far = rig.far()
+    (store,) = rig.cluster.stores
+    puts, left = store.put, refusals
+
+    def put(keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[Outcome]:
+        nonlocal left
+        left -= 1
+        return [Outcome.LATER] * len(keys) if left >= 0 else puts(keys, addresses, sizes)
+
+    store.put = put  # type: ignore[method-assign, assignment]
+    rig.put(["a", "b"], 1)
+    far.offer(rig.pool, ["a", "b"])
+    assert far.flush(LONG_S)
+    counts = far.take_counts()
+    is_sent = refusals < send.MOST_TRIES
+    assert list(rig.cluster.objects) == (["a", "b"] if is_sent else [])
+    assert counts.get(("dropped_send_objects", "memory", LossReason.BUSY), 0) == (0 if is_sent else 2)
+    assert rig.pool.stats()["pinned"] == 0
 
 
 # Memory stays as long as somebody may touch it

@@ -32,8 +32,10 @@ MOST_WAITING = 65_536
 """So many objects may wait to be sent. They keep no slots, only their names: what the pool has evicted when
 their turn comes is left out."""
 
-MOST_TRIES = 4
-"""How often an object is offered to a store that says "later"."""
+MOST_TRIES = 7
+"""How often an object is offered to a store that says "later": for three seconds at least, since a cluster
+whose master was restarted has no room until its nodes have introduced themselves again.
+"""
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
