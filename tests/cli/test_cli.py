@@ -87,7 +87,7 @@ def test_a_configuration_that_cannot_be_read_is_a_sentence_and_exit_code_2(text:
 
 
 def test_the_doctor_reads_a_configuration_from_a_file(tmp_path: Path) -> None:
-    from umbp.cli.checks import read_transfer_config
+    from umbp.cli.config_checks import read_transfer_config
 
     path = tmp_path / "config.json"
     path.write_text(json.dumps(RIGHT))
@@ -95,7 +95,7 @@ def test_the_doctor_reads_a_configuration_from_a_file(tmp_path: Path) -> None:
 
 
 def states(config: dict[str, object]) -> dict[str, str]:
-    from umbp.cli.checks import check_transfer_config
+    from umbp.cli.config_checks import check_transfer_config
 
     return {check.name: check.state for check in check_transfer_config(config)[0]}
 
@@ -131,7 +131,7 @@ def test_the_doctor_names_what_is_wrong_in_a_configuration(change: dict[str, obj
 
 
 def texts(config: dict[str, object], name: str) -> list[str]:
-    from umbp.cli.checks import check_transfer_config
+    from umbp.cli.config_checks import check_transfer_config
 
     return [check.text for check in check_transfer_config(config)[0] if check.name == name]
 
@@ -160,7 +160,7 @@ def test_the_doctor_tells_that_a_producer_does_not_write_lazily() -> None:
 
 
 def test_every_key_of_a_configuration_has_its_nearest_right_name() -> None:
-    from umbp.cli.checks import CONFIG_KEYS
+    from umbp.cli.config_checks import CONFIG_KEYS
 
     for key in CONFIG_KEYS:
         for wrong in (key[:-1], key.upper(), key + "s"):
@@ -172,7 +172,7 @@ def test_every_key_of_a_configuration_has_its_nearest_right_name() -> None:
 
 @pytest.mark.vllm033
 def test_the_keys_and_policies_are_those_of_vllm() -> None:
-    from umbp.cli import checks
+    from umbp.cli import config_checks
 
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
@@ -180,8 +180,10 @@ def test_the_keys_and_policies_are_those_of_vllm() -> None:
     tree = ast.parse((Path(spec.origin).parent / "config" / "kv_transfer.py").read_text())
     (body,) = (node.body for node in tree.body if getattr(node, "name", "") == "KVTransferConfig")
     found = {ast.unparse(each.target): each.annotation for each in body if isinstance(each, ast.AnnAssign)}
-    assert set(found) == set(checks.CONFIG_KEYS)
-    assert all(repr(policy) in ast.unparse(found["kv_load_failure_policy"]) for policy in checks.POLICIES)
+    assert set(found) == set(config_checks.CONFIG_KEYS)
+    assert all(
+        repr(policy) in ast.unparse(found["kv_load_failure_policy"]) for policy in config_checks.POLICIES
+    )
 
 
 def test_an_unknown_policy_is_told_from_one_that_is_unwise() -> None:
@@ -228,7 +230,7 @@ def test_a_misspelt_connector_gets_its_nearest_right_name(name: str) -> None:
     ],
 )
 def test_what_is_no_json_object_is_one_clear_sentence(text: str, said: str, tmp_path: Path) -> None:
-    from umbp.cli.checks import read_transfer_config
+    from umbp.cli.config_checks import read_transfer_config
     from umbp.errors import ConfigError
 
     for encoding in ("utf-8", "utf-8-sig"):
@@ -242,7 +244,7 @@ def test_what_is_no_json_object_is_one_clear_sentence(text: str, said: str, tmp_
 
 
 def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
-    from umbp.cli.checks import read_transfer_config
+    from umbp.cli.config_checks import read_transfer_config
 
     path = tmp_path / "config.json"
     path.write_text(json.dumps(RIGHT), encoding="utf-8-sig")

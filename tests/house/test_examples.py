@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from umbp.cli import cli
-from umbp.cli.checks import check_transfer_config
+from umbp.cli.config_checks import check_transfer_config
 from umbp.cli.lazy import LazyGroup
 from umbp.testing.stores import servers
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from umbp.cli import checks
+from umbp.cli import checks, config_checks
 from umbp.cli.checks import Check
 from umbp.options import Options
 from umbp.store.mooncake_master import METRICS_PORT
@@ -33,7 +33,7 @@ def doctor(kv_transfer_config: str | None, metrics_port: int, as_json: bool) -> 
     KV_TRANSFER_CONFIG is the JSON that `vllm serve --kv-transfer-config` takes, or a file with it.
     Exit code 1 when something is not as it should be.
     """
-    config = None if kv_transfer_config is None else checks.read_transfer_config(kv_transfer_config)
+    config = None if kv_transfer_config is None else config_checks.read_transfer_config(kv_transfer_config)
     found: list[Check] = []
     for look in (
         checks.check_python,
@@ -45,7 +45,7 @@ def doctor(kv_transfer_config: str | None, metrics_port: int, as_json: bool) -> 
         found.extend(look())
     options: Options | None = None
     if config is not None:
-        more, options = checks.check_transfer_config(config)
+        more, options = config_checks.check_transfer_config(config)
         found.extend(more)
     if options is not None and options.pool is not None:
         found.extend(checks.check_shared_pool(options))
