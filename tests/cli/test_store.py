@@ -225,6 +225,11 @@ class TestRedis:
                 monkeypatch.setenv("UMBP_REDIS_PASSWORD", password)
             checks = found(configured("redis", port=port))
             assert bad(checks) == ([] if is_right else ["store"])
+            if password is None:
+                assert (
+                    "wants a password; put it in the environment's UMBP_REDIS_PASSWORD"
+                    in checks["store"].text
+                )
             assert not any("sesame" in check.text for check in checks.values())
 
     def test_one_that_refuses_is_not_told_to_be_away(self, start: Callable[..., int]) -> None:
@@ -313,6 +318,25 @@ class TestMooncake:
             node.kill()
             node.communicate()
 
+    def test_a_node_stays_through_what_it_was_started_to_ignore(self, master: Server) -> None:
+        """As `nohup` and a shell's `&` start it."""
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            node = node_process(master.address, "--segment", str(NODE_BYTES))
+        finally:
+            signal.signal(signal.SIGHUP, before)
+        try:
+            assert node.stdout is not None
+            node.stdout.readline()
+            node.send_signal(signal.SIGHUP)
+            with pytest.raises(subprocess.TimeoutExpired):
+                node.wait(1.0)
+            node.send_signal(signal.SIGTERM)
+            assert node.wait(30) == 0
+        finally:
+            node.kill()
+            node.communicate()
+
     def test_a_master_that_tells_no_figures_is_noted(self, master: Server, closed_port: int) -> None:
         checks = found(configured("mooncake", master=master.address), closed_port)
         assert checks["store memory"].state == "note"
@@ -336,12 +360,12 @@ class TestMooncake:
         ("arguments", "word"),
         [
             (("--segment", "16MiB"), "there, or mend --master\n"),
-            (("--segment", "1MiB"), "--segment must be 0 or at least 16 MiB"),
+            (("--segment", "1MiB"), "--segment must be at least 16 MiB, not 1 MiB"),
             (("--segment", "16MiB", "--protocol", "rdma"), "--protocol is rdma"),
-            (("--segment", "0"), "no memory"),
+            (("--segment", "0"), "--segment must be at least 16 MiB, not 0 B"),
             (("--segment", "1000000GiB"), "--segment of 976.56 TiB doesn't fit"),
-            (("--segment", "1MiB", "--protocol", "smoke-signals"), "protocol"),
-            (("--segment", "1MiB", "--device", "mlx5_0"), "device"),
+            (("--segment", "16MiB", "--protocol", "smoke-signals"), "protocol"),
+            (("--segment", "16MiB", "--device", "mlx5_0"), "device"),
         ],
     )
     def test_a_node_that_cannot_be_says_why_in_one_sentence(

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from umbp.store.base import Outcome, StoreError
+from umbp.errors import ConfigError
+from umbp.store.base import Outcome
+from umbp.store.gate import StoreGate
 from umbp.store.redis import RedisSettings, RedisStore
 from umbp.testing.stores.rig import StoreRig
 from umbp.testing.stores.servers import Server, start_redis
@@ -65,12 +67,16 @@ def test_a_silent_server_costs_a_bounded_time_and_is_well_again_at_once(rig: Sto
 
 
 @pytest.mark.parametrize("given", ["", "wrong"])
-def test_a_wrong_password_is_one_sentence_without_it(
+def test_a_wrong_password_is_one_sentence_without_it_and_is_not_tried_again(
     small: Server, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
     monkeypatch.setenv("UMBP_REDIS_PASSWORD", given)
-    with pytest.raises(StoreError) as caught:
+    with pytest.raises(ConfigError) as caught:
         RedisStore(RedisSettings(port=port_of(small))).open()
+    gate = StoreGate("redis", lambda: RedisStore(RedisSettings(port=port_of(small))))
+    with pytest.raises(ConfigError):
+        gate.open(600.0)
+    gate.close(10.0)
     assert "secret" not in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -292,7 +292,7 @@ def _why_not(step: str, outcome: Outcome) -> str:
     if outcome is Outcome.BROKEN:
         return f"{size} couldn't be {step}: the store doesn't answer, or a node behind it; see their logs"
     if step == "put":
-        return f"the store has no room for {size} at this moment: no node offers memory, or it is full"
+        return f"the store has no room for {size} at this moment: it is full, or no node offers memory"
     return f"{size} couldn't be {step}: the store answers {outcome.value!r}"
 
 

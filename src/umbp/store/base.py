@@ -83,8 +83,8 @@ class ClusterStore(Protocol):
     def traits(self) -> StoreTraits: ...
 
     def open(self) -> None:
-        """Connect; `StoreError` where that fails. Once in a store's life: a broken one is closed, and another
-        made.
+        """Connect; `StoreError` where that fails, `ConfigError` where it would fail again as configured. Once
+        in a store's life: a broken one is closed, and another made.
         """
         ...
 

@@ -150,7 +150,9 @@ class RedisStore:
             client.ping()
         except (self._redis.RedisError, OSError) as error:
             client.close()
-            raise StoreError(self._why_not(error)) from error
+            # What it refuses it would refuse again.
+            kind = ConfigError if self._is_refusal(error) else StoreError
+            raise kind(self._why_not(error)) from error
         with self._lock:
             if not self._is_closed:
                 self._client = client
@@ -281,12 +283,22 @@ class RedisStore:
             host=settings.host, port=settings.port, db=settings.database, ssl=settings.tls, **common
         )
 
+    def _is_refusal(self, error: Exception) -> bool:
+        """Whether somebody answers, and won't have us as we are."""
+        redis = self._redis
+        if isinstance(error, redis.exceptions.ClusterDownError):  # it may, later
+            return False
+        return isinstance(error, redis.ResponseError | redis.AuthenticationError)
+
     def _why_not(self, error: Exception) -> str:
         """Why no connection can be made, and what to do: one sentence."""
-        redis = self._redis
-        if isinstance(error, redis.ResponseError | redis.AuthenticationError):
-            who = "is 'database' there, and are 'username' and the password in the environment's"
+        if self._is_refusal(error):
             variable = self._settings.password_variable
+            if "already authenticated" in str(error) or "NOAUTH" in str(error):
+                return (
+                    f"the Redis at {self._place()} wants a password; put it in the environment's {variable}"
+                )
+            who = "is 'database' there, and are 'username' and the password in the environment's"
             return f"the Redis at {self._place()} refuses us ({error}); {who} {variable} right?"
         ask = " (does it speak TLS at that port?)" if self._speaks_tls() else ""
         return f"no Redis answers at {self._place()} ({error}); start one there, or mend 'store_options'{ask}"

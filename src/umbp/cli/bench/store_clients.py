@@ -17,6 +17,7 @@ from umbp.errors import ConfigError, InvariantError
 from umbp.kinds import shown
 from umbp.store.base import StoreError
 from umbp.store.mooncake_client import own_address, set_environment
+from umbp.store.redis import RedisSettings
 from umbp.testing.stores import servers
 
 TIMEOUT_MS = 60_000
@@ -108,7 +109,12 @@ class BareRedis:
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
         redis = importlib.import_module("redis")
-        self._client: Any = redis.Redis(host=host, port=int(port), socket_timeout=TIMEOUT_MS / 1000)
+        self._client: Any = redis.Redis(
+            host=host,
+            port=int(port),
+            password=os.environ.get(RedisSettings().password_variable),
+            socket_timeout=TIMEOUT_MS / 1000,
+        )
 
     def put(self, keys: Sequence[str], addresses: Sequence[int], size: int) -> None:
         for part in _parts(len(keys), max(PIPELINE_BYTES // size, 1)):

@@ -21,6 +21,7 @@ from umbp.kinds import format_size
 from umbp.options import Options
 from umbp.store.base import StoreError
 from umbp.store.mooncake import MooncakeStore, make_store
+from umbp.store.mooncake_settings import LEAST_SEGMENT_BYTES
 
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LEAVE_S = 15.0
@@ -49,8 +50,9 @@ def node(
     Ends with exit code 0 when it has left the cluster, with 2 and one sentence where it can't join it. A
     master that is restarted later is joined again by itself.
     """
-    if segment == 0:
-        raise ConfigError("a node that offers no memory is of no use; give --segment 64GiB")
+    if segment < LEAST_SEGMENT_BYTES:
+        least, given_size = format_size(LEAST_SEGMENT_BYTES), format_size(segment)
+        raise ConfigError(f"--segment must be at least {least}, not {given_size}")
     given = {
         "master": master,
         "segment_bytes": segment,
@@ -60,8 +62,10 @@ def node(
         "timeout_ms": timeout_ms,
     }
     settings = {name: value for name, value in given.items() if value is not None}
+    # What it was started to ignore (nohup, &) ends nothing; whoever waits for a signal gets it all the same.
+    endings = {each for each in ENDINGS if signal.getsignal(each) is not signal.SIG_IGN}
     # Before any thread is there: all inherit it, and Mooncake's own handlers are never asked.
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, endings)
     try:
         store = make_store(Options(store_options=settings), serves_memory=True)
         store.open()
@@ -73,7 +77,7 @@ def node(
     else:
         click.echo(f"{told['client']} offers {format_size(segment)} to the cluster of {master}")
     sys.stdout.flush()
-    signal.sigwait(ENDINGS)
+    signal.sigwait(endings)
     _leave(store)
 
 
