@@ -254,6 +254,7 @@ def test_without_the_master_engines_serve_on_and_hits_return_when_it_is_back(
 
 
 def assert_nothing_is_held(engine: EngineProcess) -> None:
+    flush(engine)  # what is being sent is held
     assert engine.call_workers("e2e.test_distributed:pinned_near") == [0]
 
 
