@@ -364,7 +364,8 @@ def test_nobody_is_refused_for_a_slab_that_is_just_being_emptied(
     while first < last:
         middle = (first + last) // 2
         first, last = (middle + 1, last) if while_stopped_at(middle)[0] < 256 else (first, middle)
-    while (found := while_stopped_at(first)) == (256, {Outcome.NOT_NOW}):
+    # The same point may lie a little earlier in another run, still within that hold.
+    while (found := while_stopped_at(first))[1] == {Outcome.NOT_NOW} and found[0] <= 256:
         first += 1
     pool.close()
     assert found == (256, {Outcome.RESERVED})
