@@ -448,7 +448,7 @@ class EngineProcess:
 
 def _queues_of(pids: Iterable[int]) -> set[Path]:
     """The shared memory of these processes in which vLLM passes messages, and which a killed engine leaves to
-    nobody: a quarter of a gigabyte each.
+    nobody: up to a quarter of a gigabyte each.
     """
     found = set()
     for pid in pids:
