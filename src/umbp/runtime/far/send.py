@@ -33,8 +33,8 @@ MOST_WAITING = 65_536
 their turn comes is left out."""
 
 MOST_TRIES = 7
-"""How often an object is offered to a store that says "later": for three seconds at least, since a cluster
-whose master was restarted has no room until its nodes have introduced themselves again.
+"""How often an object is offered to a store that says "later": where one put goes at once, for three seconds
+at least, since a cluster whose master was restarted has no room until its nodes have introduced themselves.
 """
 
 FIRST_PAUSE_S = 0.05
