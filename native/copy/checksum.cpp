@@ -1,5 +1,7 @@
 #include "copy/checksum.hpp"
 
+#include <new>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 // The header then has its AVX2 loops beside those of the baseline, and leaves the choice to us.
@@ -35,13 +37,30 @@ Update update_of_this_cpu() {
 
 }  // namespace
 
-u64 checksum_of(const void* data, std::size_t bytes) {
+static XXH3_state_t* state_in(std::byte* bytes) {
+  return std::launder(reinterpret_cast<XXH3_state_t*>(bytes));
+}
+
+Checksum::Checksum() {
+  static_assert(sizeof(XXH3_state_t) <= sizeof state_ && alignof(XXH3_state_t) <= 64);
+  auto* state = new (state_) XXH3_state_t;
+  XXH3_INITSTATE(state);
+  XXH3_64bits_reset(state);
+}
+
+void Checksum::add(const void* data, std::size_t bytes) {
   static const Update update = update_of_this_cpu();
-  XXH3_state_t state;
-  XXH3_INITSTATE(&state);
-  XXH3_64bits_reset(&state);
-  update(&state, data, bytes);
-  return XXH3_64bits_digest(&state);
+  update(state_in(state_), data, bytes);
+}
+
+u64 Checksum::value() const {
+  return XXH3_64bits_digest(state_in(const_cast<std::byte*>(state_)));
+}
+
+u64 checksum_of(const void* data, std::size_t bytes) {
+  Checksum sum;
+  sum.add(data, bytes);
+  return sum.value();
 }
 
 }  // namespace umbp

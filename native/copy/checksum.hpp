@@ -1,8 +1,5 @@
 // The checksum of an object's bytes: XXH3-64, with the widest vectors that it has gained from here. 64 bits
 // are plenty for damage; the trailer's digests identify.
-//
-// It is a pass of its own over a slot. Summing a run on its way, before it is copied out of the cache, has
-// been slower: the sum then waits at the head of every run, where a plain pass never waits.
 #pragma once
 
 #include <cstddef>
@@ -12,5 +9,17 @@
 namespace umbp {
 
 u64 checksum_of(const void* data, std::size_t bytes);
+
+// The same of bytes that come in parts.
+class Checksum {
+ public:
+  Checksum();
+  void add(const void* data, std::size_t bytes);
+  u64 value() const;
+
+ private:
+  static constexpr std::size_t kStateBytes = 576;
+  alignas(64) std::byte state_[kStateBytes];
+};
 
 }  // namespace umbp

@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "copy/gate.hpp"
+#include "copy/summed.hpp"
 
 namespace umbp {
 
@@ -84,8 +85,11 @@ class CopyEngine::Batch {
     admit(begin);
     for (std::size_t i = begin; i < end; i++) {
       if (i + 1 < end) admit(i + 1);
-      copy_part(i, 0, runs_.moved_bytes(), i + 1 < end ? head(i + 1) : nullptr);
-      if (checksum_ && is_store_ && statuses_[i] == CopyStatus::ok) gate_.add_checksum(tickets_[i]);
+      const std::byte* after = i + 1 < end ? head(i + 1) : nullptr;
+      if (checksum_ && is_store_)
+        copy_summed(i, after);
+      else
+        copy_part(i, 0, runs_.moved_bytes(), after);
     }
     kernel_.drain();
   }
@@ -105,6 +109,17 @@ class CopyEngine::Batch {
   }
 
  private:
+  void copy_summed(std::size_t i, const std::byte* after) {
+    if (statuses_[i] != CopyStatus::ok) return;
+    SummedCopy copy(kernel_, objects_[i]);
+    runs_.walk(blocks_[i], objects_[i], true, 0, runs_.moved_bytes(), after,
+               [&](const Pieces& pieces, const std::byte* next) { copy.copy(pieces, next); });
+    if (copy.covers(objects_[i], runs_.object_bytes))
+      gate_.set_checksum(tickets_[i], copy.value());
+    else
+      gate_.add_checksum(tickets_[i]);  // gaps, or runs in another order
+  }
+
   const std::byte* head(std::size_t i) const {
     if (statuses_[i] != CopyStatus::ok) return nullptr;
     return is_store_ ? runs_.first(blocks_[i]) : objects_[i];

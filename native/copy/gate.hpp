@@ -43,9 +43,11 @@ class Gate {
 
   // Adds the checksum of a stored object's bytes.
   void add_checksum(u64 ticket) const {
-    const u32 slot = ticket_slot(ticket);
-    Trailer& trailer = segment_.trailer(slot);
-    trailer.checksum = checksum_of(segment_.payload(slot), runs_.object_bytes);
+    set_checksum(ticket, checksum_of(segment_.payload(ticket_slot(ticket)), runs_.object_bytes));
+  }
+  void set_checksum(u64 ticket, u64 checksum) const {
+    Trailer& trailer = segment_.trailer(ticket_slot(ticket));
+    trailer.checksum = checksum;
     trailer.flags |= 1;
   }
 

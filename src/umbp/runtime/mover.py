@@ -33,12 +33,23 @@ class ObjectMover:
     A store's slots stay reserved under their keys until `publish` or `abandon`.
     """
 
-    def __init__(self, pool: Pool, namespace_id: int, engine: Engine, has_checksums: bool) -> None:
-        """The engine stays its owner's."""
+    def __init__(
+        self,
+        pool: Pool,
+        namespace_id: int,
+        engine: Engine,
+        *,
+        has_checksums: bool,
+        leaves: bool = False,
+    ) -> None:
+        """The engine stays its owner's. With `has_checksums` all is stored with one and loaded by it. What
+        `leaves` the pool soon, under a checksum, is stored with one where that costs little.
+        """
         self._pool = pool
         self._namespace_id = namespace_id
         self._engine = engine
         self._has_checksums = has_checksums
+        self._leaves = leaves
         self._is_closed = False
         self._unpublished: dict[str, int] = {}
         """Tickets by key: the storing thread adds, the publishing one takes, one operation at a time."""
@@ -95,7 +106,12 @@ class ObjectMover:
         blocks = np.asarray(move.block_ids, dtype=np.int64)[rows]
         try:
             statuses = self._engine.store(
-                move.runs, blocks, self._pool, tickets[rows], checksum=self._has_checksums, fence=fence
+                move.runs,
+                blocks,
+                self._pool,
+                tickets[rows],
+                checksum=self._has_checksums or (self._leaves and self._engine.sums_in_passing),
+                fence=fence,
             )
         except BaseException:
             self._pool.abandon(tickets[rows])

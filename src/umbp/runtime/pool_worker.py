@@ -305,7 +305,13 @@ class PoolWorkerHandle:
             self._mover = None
         if self._mover is None and found is not None:
             pool, namespace_id = found
-            self._mover = ObjectMover(pool, namespace_id, self._engine, self._options.verify == "always")
+            self._mover = ObjectMover(
+                pool,
+                namespace_id,
+                self._engine,
+                has_checksums=self._options.verify == "always",
+                leaves=self._far is not None and self._far.sends_checksums,
+            )
             stats = pool.stats()
             self._evicted_before = {name: stats[name] for name in _EVICTIONS}
         return self._mover

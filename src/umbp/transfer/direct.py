@@ -76,6 +76,11 @@ class DirectEngine:
         can't pin the pool."""
         return self._failures < FAILURES_IN_A_ROW and self._pins.hold(pool)
 
+    @property
+    def sums_in_passing(self) -> bool:
+        """No processor sees what the device's copy engines move."""
+        return False
+
     def prepare(self, pool: Pool) -> None:
         """Pin the pool's memory, which takes a while where it is large."""
         self._pins.hold(pool)

@@ -16,6 +16,12 @@ class Engine(Protocol):
     """What moves blocks between a kind of engine memory and pools. One thread may load while another
     stores."""
 
+    @property
+    def sums_in_passing(self) -> bool:
+        """Whether a checksum of what is stored costs little: it is computed while the bytes are in the
+        cache anyhow, not by reading them once more."""
+        ...
+
     def prepare(self, pool: Pool) -> None:
         """The pool will be copied from and to: do now what would take long then."""
         ...
@@ -84,6 +90,10 @@ class CopyEngine:
     @property
     def threads(self) -> int:
         return self._native.threads
+
+    @property
+    def sums_in_passing(self) -> bool:
+        return True
 
     def prepare(self, pool: Pool) -> None:
         """Host memory needs no preparation."""

@@ -53,6 +53,10 @@ class StagedEngine:
         self._streams = {"load": _Stream(self._device), "store": _Stream(self._device)}
         self._staging: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    @property
+    def sums_in_passing(self) -> bool:
+        return True
+
     def prepare(self, pool: Pool) -> None:
         """Staging memory is pinned; the pool needs not be."""
 

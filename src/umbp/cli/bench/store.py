@@ -1,16 +1,16 @@
 """`umbp bench store`: objects from the pool into a cluster store and back, against the store's own client.
 
-What is measured is the way of every engine: `put` from the offer until the store has all, seals and all,
-`get` from the question until all lie in the pool, checked, published and held. The reference, in every round
-beside it, is the bare client on as many objects of its own, as long as a payload with its seal is, in calls
-as large as are safe. `_unchecked` is the way of engines without checksums (`verify: off`), `_unsealed` the
-bare client with the payloads alone, and `_ranges` with 32 ranges each.
+What is measured is the way of every engine: `put` from the offer of what an engine has stored until the
+store has all, seals and all, `get` from the question until all lie in the pool, checked, published and held.
+What checksums cost while an engine stores, `umbp bench copy` shows. The reference, in every round beside it,
+is the bare client on as many objects of its own, as long as a payload with its seal is, in calls as large as
+are safe. `_unchecked` is the way of engines without checksums (`verify: off`), `_unsealed` the bare client
+with the payloads alone, and `_ranges` with 32 ranges each.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import mmap
 import secrets
@@ -21,7 +21,6 @@ from functools import partial
 
 import click
 import numpy as np
-import numpy.typing as npt
 
 from umbp.cli.bench import machine, mooncake
 from umbp.cli.bench.report import Report, Row, publish, rounded
@@ -40,13 +39,13 @@ from umbp.cli.bench.store_lookup import lookup_rows
 from umbp.cli.bench.timing import Times, timed
 from umbp.errors import CapacityError, InvariantError
 from umbp.options import Options, parse_options
-from umbp.pool import SEAL_BYTES, Outcome, Pool
+from umbp.pool import SEAL_BYTES, CopyStatus, Outcome, Pool
 from umbp.pool.limits import memory_limits, refuse_over_limit
 from umbp.runtime.far.worker import WorkerFar
 from umbp.runtime.moves import Move
 from umbp.store.factory import create_store
 from umbp.store.gate import StoreGate
-from umbp.transfer import BlockRuns
+from umbp.transfer import BlockRuns, CopyEngine
 
 SHAPES = ((256, 2 << 20), (2048, 64 << 10))
 """(objects, bytes of each) where none are asked for: blocks of large models and of small ones."""
@@ -156,7 +155,8 @@ class _Setting:
     unchecked: WorkerFar
     """As `far`, without checksums."""
     move: Move
-    content: npt.NDArray[np.uint8]
+    """All of them, from and to the bare client's memory."""
+    engine: CopyEngine
     bare: BareClient
     bare_names: list[str]
     addresses: list[int]
@@ -164,6 +164,17 @@ class _Setting:
     @property
     def total_bytes(self) -> int:
         return len(self.names) * self.object_bytes
+
+    def store(self, *, checksum: bool) -> None:
+        """Into the pool, as an engine does."""
+        move = self.move
+        tickets, outcomes = self.pool.reserve(
+            self.namespace_id, move.names, self.object_bytes, move.parent_names
+        )
+        require(outcomes, Outcome.RESERVED)
+        statuses = self.engine.store(move.runs, move.block_ids, self.pool, tickets, checksum=checksum)
+        require(statuses, CopyStatus.OK)
+        require(self.pool.publish(tickets), Outcome.PUBLISHED)
 
     def put(self, far: WorkerFar) -> None:
         far.offer(self.pool, self.names)
@@ -221,7 +232,7 @@ def _row(at: _Setting, op: str, found: Times, bare: Times) -> Row:
 def _by_umbp(at: _Setting, far: WorkerFar) -> dict[str, float]:
     """Out of the pool, which has just got them, so that they have no seals yet, and back into it."""
     at.pool.remove(at.names)
-    _fill(at.pool, at.names, at.object_bytes, at.content)
+    at.store(checksum=far.sends_checksums)
     _, put_s = timed(partial(at.put, far))
     require(at.pool.remove(at.names), Outcome.REMOVED)
     release, get_s = timed(partial(at.get, far))
@@ -285,13 +296,13 @@ def _setting(objects: int, object_bytes: int, options: Options, where: str) -> I
             far=fars[0],
             unchecked=fars[1],
             move=Move(
-                BlockRuns.from_columns([address], [object_bytes], [object_bytes], [0], objects),
+                BlockRuns.from_columns([address], [stride], [object_bytes], [0], objects),
                 names,
                 range(objects),
                 names,
                 [None, *names[:-1]],
             ),
-            content=content,
+            engine=ending.enter_context(CopyEngine(1)),
             bare=ending.enter_context(bare_client(store, where, address, content.size)),
             bare_names=bare_names,
             addresses=[address + row * stride for row in range(objects)],
@@ -302,12 +313,3 @@ def _gate(name: str, options: Options, before_return: Callable[..., bool]) -> St
     gate = StoreGate(name, lambda: create_store(options, serves_memory=False), before_return=before_return)
     gate.open(TIMEOUT_MS / 1000)
     return gate
-
-
-def _fill(pool: Pool, names: list[str], object_bytes: int, content: npt.NDArray[np.uint8]) -> None:
-    """Publish the objects, each with its part of the content."""
-    tickets, outcomes = pool.reserve(pool.namespace("bench"), names, object_bytes, [None, *names[:-1]])
-    require(outcomes, Outcome.RESERVED)
-    for address, part in zip(pool.payload(tickets)[0].tolist(), content.reshape(len(names), -1), strict=True):
-        ctypes.memmove(address, part.ctypes.data, object_bytes)
-    require(pool.publish(tickets), Outcome.PUBLISHED)

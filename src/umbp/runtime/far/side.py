@@ -13,6 +13,11 @@ from umbp.runtime.moves import Move
 class FarSide(Protocol):
     """It has what the pools lack, and takes what they get."""
 
+    @property
+    def sends_checksums(self) -> bool:
+        """Whether what is offered goes out, with a checksum."""
+        ...
+
     def deadline_s(self) -> float:
         """When, by its clock, a transfer that begins now has failed."""
         ...

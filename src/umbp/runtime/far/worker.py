@@ -64,6 +64,10 @@ class WorkerFar:
             has_checksums=has_checksums,
         )
 
+    @property
+    def sends_checksums(self) -> bool:
+        return self._sends and self._has_checksums
+
     def flush(self, timeout_s: float) -> bool:
         return self._sender.flush(timeout_s)
 
