@@ -18,7 +18,9 @@ class SummedCopy {
   void copy(const Pieces& pieces, const std::byte* next);
 
   // Whether the sum is that of the first `bytes` bytes of the object: these were filled in order.
-  bool covers(const std::byte* object, std::size_t bytes) const { return is_in_order_ && end_ == object + bytes; }
+  bool covers(const std::byte* object, std::size_t bytes) const {
+    return is_in_order_ && end_ == object + bytes;
+  }
   u64 value() const { return sum_.value(); }
 
  private:

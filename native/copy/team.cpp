@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "pool/segment.hpp"
@@ -74,9 +75,13 @@ struct Team::State {
 Team::Team(u32 threads, std::vector<u32> cores) : fork_epoch_(fork_epoch()) {
   if (threads == 0 || threads > 256) throw ConfigError("a copy engine has between 1 and 256 threads");
   state_ = std::make_unique<State>();
-  state_->threads = threads;
   state_->cores = std::move(cores);
-  for (u32 i = 1; i < threads; i++) state_->helpers.emplace_back([state = state_.get()] { state->help(); });
+  try {
+    for (u32 i = 1; i < threads; i++) state_->helpers.emplace_back([state = state_.get()] { state->help(); });
+  } catch (const std::system_error&) {
+    // No more threads for this process: those that are there do the work.
+  }
+  state_->threads = u32(state_->helpers.size()) + 1;
 }
 
 Team::~Team() {

@@ -441,6 +441,43 @@ def test_a_load_is_fenced_where_it_is_asked_for(rig: Rig) -> None:
     worker.close()
 
 
+class DamagingEngine(CopyEngine):
+    """What it has stored is damaged a moment later."""
+
+    sums_in_passing = True
+
+    def store(self, runs: BlockRuns, blocks: Any, pool: Pool, tickets: Any, **how: Any) -> Any:
+        statuses = super().store(runs, blocks, pool, tickets, **how)
+        for address in pool.payload(tickets)[0].tolist():
+            ctypes.memset(address, 7, 1)
+        return statuses
+
+
+class BlindDamagingEngine(DamagingEngine):
+    """As those of devices, whose bytes no processor sees."""
+
+    sums_in_passing = False
+
+
+@pytest.mark.parametrize(("engine", "is_sent"), [(DamagingEngine, False), (BlindDamagingEngine, True)])
+def test_a_checksum_that_comes_with_the_copy_tells_of_damage_before_an_object_went_out(
+    rig: Rig, engine: type[CopyEngine], is_sent: bool
+) -> None:
+    far, keeper = rig.far(), ReplacedPools()
+    worker = PoolWorkerHandle(
+        OPTIONS, LAYOUT, keeper, make_engine=lambda caches, threads: engine(threads), far=far
+    )
+    worker.register_buffers({"layer": FakeTensor.zeros((8, SIZE))})
+    worker.publish(worker.wait(worker.store([plan_of(1)])))
+    assert far.flush(LONG_S)
+    assert len(rig.cluster.objects) == 1
+    keeper.pool.clear(keeper.pool.namespace("n"))
+    job = worker.wait(worker.load([plan_of(1)]))
+    assert bool(job.completed_keys) == is_sent
+    assert is_sent or (job.error or "").startswith(LossReason.DAMAGED)
+    worker.close()
+
+
 @pytest.mark.parametrize(("refused", "loaded"), [("umbp-fetch_1", 4), ("umbp-fetch_", 0)])
 def test_a_load_does_with_the_threads_that_the_system_has(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, refused: str, loaded: int

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -202,6 +204,35 @@ def test_an_engine_needs_a_sensible_number_of_threads() -> None:
         with pytest.raises(ConfigError):
             CopyEngine(threads)
     assert CopyEngine(3).threads == 3
+
+
+WITHOUT_THREADS = """
+import resource
+import numpy as np
+from umbp.pool import Pool
+from umbp.transfer import BlockRuns, CopyEngine
+
+pool = Pool.create_memfd(8 << 20, slab_bytes=1 << 20, min_object_bytes=4096)
+memory = np.full(64 * 4096, 3, np.uint8)
+runs = BlockRuns.from_columns([memory.ctypes.data], [4096], [4096], [0], 64)
+tickets, _ = pool.reserve(pool.namespace("a"), [str(each) for each in range(64)], 4096)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (20 << 20), resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_STACK, (8 << 20, resource.RLIM_INFINITY))
+engine = CopyEngine(16)
+assert 1 <= engine.threads < 16, engine.threads
+assert not engine.store(runs, range(64), pool, tickets).any()
+engine.close()
+print("fewer")
+"""
+
+
+def test_an_engine_does_with_the_threads_that_the_system_has() -> None:
+    """Where a stack finds no room there is no thread; a limit of processes ends the same way."""
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_THREADS], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.stdout == "fewer\n", run.stderr
 
 
 def test_what_a_device_may_move_is_what_the_engine_itself_would(

@@ -114,6 +114,31 @@ def test_runs_in_falling_order_and_runs_that_touch(engine: CopyEngine) -> None:
 
 
 @given(
+    length=st.lists(st.integers(1, 300) | st.integers(1, 20_000), min_size=1, max_size=40),
+    gap=st.integers(0, 200),
+    kernel=st.sampled_from(_native.copy_kernels()),
+    swapped=st.none() | st.integers(0, 38),
+)
+def test_objects_without_gaps_are_summed_on_their_way(
+    length: list[int], gap: int, kernel: str, swapped: int | None
+) -> None:
+    """Pieces shorter and longer than what is summed at a time; with two of them swapped the object isn't
+    filled in order. Loads compare the sum with one over the object."""
+    ends = np.cumsum(length)
+    places = ends - length
+    base = np.cumsum(np.array(length) + gap) - length
+    if swapped is not None and swapped + 1 < len(length):
+        order = list(range(len(length)))
+        order[swapped : swapped + 2] = reversed(order[swapped : swapped + 2])
+        base, places, length = base[order], places[order], [length[each] for each in order]
+    memory = aligned(int(base.max()) + 20_000 + LINE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UMBP_COPY_KERNEL", kernel)
+        with CopyEngine(1) as engine:
+            Round(memory, base, np.array(length)).check(engine, places, checksum=True)
+
+
+@given(
     runs=st.lists(
         st.tuples(st.integers(1, 3000), st.integers(0, 200), st.integers(0, 200)), min_size=1, max_size=60
     ),
