@@ -26,11 +26,12 @@ from umbp.errors import SegmentError
 from umbp.options import parse_options
 from umbp.pool import SEAL_BYTES, Pool
 from umbp.runtime.base import Wanted
-from umbp.runtime.far import send
+from umbp.runtime.far import offers
 from umbp.runtime.far.counts import FarCounts
 from umbp.runtime.far.debts import Debts
 from umbp.runtime.far.fetch import Fetcher
 from umbp.runtime.far.lookup import FarLookups
+from umbp.runtime.far.offers import NO_OFFERS
 from umbp.runtime.far.registry import RegisteredPools
 from umbp.runtime.far.scheduler import Clearing
 from umbp.runtime.far.send import Sender
@@ -257,31 +258,86 @@ def test_objects_wait_for_a_store_that_takes_no_memory_now(rig: Rig) -> None:
     assert list(rig.cluster.objects) == ["a"]
 
 
-@pytest.mark.parametrize("refusals", [0, send.MOST_TRIES - 1, send.MOST_TRIES])
+class PausedClock(TickClock):
+    """Goes on to the next pause's end when so many threads pause. All of them wait on one condition."""
+
+    def __init__(self, pausing: int) -> None:
+        super().__init__()
+        self._pausing = pausing
+        self._ends_s: list[float] = []
+
+    def wait(self, condition: threading.Condition, until_s: float) -> None:
+        self._ends_s.append(until_s)
+        if len(self._ends_s) >= self._pausing:
+            self.now_s = max(self.now_s, min(self._ends_s))
+            self._ends_s = [each for each in self._ends_s if each > self.now_s]
+            condition.notify_all()
+        if until_s > self.now_s:
+            condition.wait()
+        if until_s in self._ends_s:
+            self._ends_s.remove(until_s)
+
+
+@pytest.mark.parametrize("others", [0, 20], ids=["alone", "beside-others-that-find-room"])
+@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("full_s", [0.0, offers.OFFERED_S - 0.1, 1e9], ids=["room", "restarted", "full"])
 def test_what_a_store_has_no_room_for_waits_until_a_restarted_cluster_would_have_some(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, refusals: int
+    full_s: float, at_once: int, others: int
 ) -> None:
-    pauses = [send.FIRST_PAUSE_S * 2**number for number in range(send.MOST_TRIES - 1)]
-    assert sum(min(pause, send.LONGEST_PAUSE_S) for pause in pauses) > 3.0
-    monkeypatch.setattr(send, "FIRST_PAUSE_S", 0.001)
-    far = rig.far()
+    """However many puts pause at once, and however short others make the pauses."""
+    rig, clock = Rig(replace(TRAITS, calls_at_once=at_once, most_objects=1)), PausedClock(at_once)
+    gate, counts = rig.gate(), FarCounts("memory")
     (store,) = rig.cluster.stores
-    puts, left = store.put, refusals
+    puts = store.put
 
     def put(keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[Outcome]:
-        nonlocal left
-        left -= 1
-        return [Outcome.LATER] * len(keys) if left >= 0 else puts(keys, addresses, sizes)
+        if "a" in keys and clock() < full_s:
+            return [Outcome.LATER] * len(keys)
+        return puts(keys, addresses, sizes)
 
     store.put = put  # type: ignore[method-assign, assignment]
-    rig.put(["a", "b"], 1)
-    far.offer(rig.pool, ["a", "b"])
-    assert far.flush(LONG_S)
-    counts = far.take_counts()
-    is_sent = refusals < send.MOST_TRIES
-    assert list(rig.cluster.objects) == (["a", "b"] if is_sent else [])
-    assert counts.get(("dropped_send_objects", "memory", LossReason.BUSY), 0) == (0 if is_sent else 2)
+    names = ["a", *(f"b{number}" for number in range(others))]
+    rig.put(names, 1)
+    registered = RegisteredPools(gate, rig.cluster.traits)
+    sender = Sender(
+        gate,
+        rig.cluster.traits,
+        counts,
+        Debts(),
+        registered.tell,
+        timeout_s=LONG_S,
+        has_checksums=True,
+        clock=clock,
+    )
+    sender.offer(rig.pool, names)
+    assert sender.flush(LONG_S)
+    is_sent = full_s < offers.OFFERED_S
+    assert set(rig.cluster.objects) == set(names[0 if is_sent else 1 :])
+    dropped = counts.take(gate).get(("dropped_send_objects", "memory", LossReason.BUSY), 0)
+    assert dropped == (0 if is_sent else 1)
+    assert is_sent or clock() >= offers.OFFERED_S
     assert rig.pool.stats()["pinned"] == 0
+    sender.close(1.0)
+    rig.close()
+
+
+def test_only_a_store_that_goes_on_saying_later_is_not_offered_an_object_any_more() -> None:
+    offered = NO_OFFERS
+    for now_s in range(offers.MOST_LATERS):
+        assert not offered.are_over(float(now_s))
+        offered = offered.later(float(now_s))
+    assert offered.are_over(float(offers.MOST_LATERS))
+    for away in (offered.failed(), offered.unasked()):
+        assert not away.are_over(1000.0)
+        assert not away.later(1000.0).are_over(1000.0 + offers.OFFERED_S), "it may have been restarted"
+
+
+def test_what_a_store_fails_at_again_and_again_is_not_offered_to_it_any_more() -> None:
+    offered = NO_OFFERS
+    for _ in range(offers.MOST_FAILURES):
+        assert not offered.are_over(0.0)
+        offered = offered.later(0.0).failed()
+    assert offered.are_over(0.0)
 
 
 # Memory stays as long as somebody may touch it

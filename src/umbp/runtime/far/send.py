@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,22 +19,19 @@ from umbp.pool.pool import Tickets
 from umbp.runtime.far.counts import FarCounts
 from umbp.runtime.far.debts import Debts
 from umbp.runtime.far.fetch import batches
+from umbp.runtime.far.offers import NO_OFFERS, Offers
 from umbp.runtime.far.turns import Turn, Turns
 from umbp.store import base
 from umbp.store.base import ClusterStore, StoreError
 from umbp.store.gate import StoreGate, StoreUnavailable, Why
 from umbp.store.threads import no_thread_for
+from umbp.store.waiting import MonotonicClock, WaitingClock
 
 logger = logging.getLogger("vllm.umbp")
 
 MOST_WAITING = 65_536
 """So many objects may wait to be sent. They keep no slots, only their names: what the pool has evicted when
 their turn comes is left out."""
-
-MOST_TRIES = 7
-"""How often an object is offered to a store that says "later": where one put goes at once, for three seconds
-at least, since a cluster whose master was restarted has no room until its nodes have introduced themselves.
-"""
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
@@ -53,7 +49,7 @@ class _Parcel:
 
     pool: Pool
     names: Sequence[str]
-    tries: int = 0
+    offers: Offers = NO_OFFERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +61,7 @@ class _Batch:
     tickets: Tickets
     addresses: npt.NDArray[np.uint64]
     lengths: npt.NDArray[np.uint64]
-    tries: int
+    offers: Offers
     turn: Turn
 
 
@@ -85,7 +81,7 @@ class Sender:
         timeout_s: float,
         has_checksums: bool,
         most_waiting: int = MOST_WAITING,
-        clock: Callable[[], float] = time.monotonic,
+        clock: WaitingClock | None = None,
     ) -> None:
         """`StoreError` where the system has no threads for it."""
         self._gate = gate
@@ -96,7 +92,7 @@ class Sender:
         self._timeout_s = timeout_s
         self._has_checksums = has_checksums
         self._most_waiting = most_waiting
-        self._clock = clock
+        self._clock: WaitingClock = clock or MonotonicClock()
         self._change = threading.Condition()
         self._parcels: deque[_Parcel] = deque()
         self._waiting = 0
@@ -227,8 +223,8 @@ class Sender:
             while len(names) < most and self._parcels and self._joins(self._parcels[0], first):
                 names += self._parcels.popleft().names
             if len(names) > most:
-                self._parcels.appendleft(_Parcel(first.pool, names[most:], first.tries))
-            return _Parcel(first.pool, names[:most], first.tries)
+                self._parcels.appendleft(_Parcel(first.pool, names[most:], first.offers))
+            return _Parcel(first.pool, names[:most], first.offers)
 
     def _look_again(self) -> None:
         """The store is back."""
@@ -244,7 +240,7 @@ class Sender:
 
     @staticmethod
     def _joins(parcel: _Parcel, first: _Parcel) -> bool:
-        return parcel.pool is first.pool and parcel.tries == first.tries
+        return parcel.pool is first.pool and parcel.offers == first.offers
 
     def _hold(self, parcel: _Parcel) -> _Batch | None:
         """Hold what goes in one put, and let the rest wait; None where the pool has nothing of it."""
@@ -260,7 +256,7 @@ class Sender:
         rest = names[part.stop :]
         with self._change:
             if rest:
-                self._parcels.appendleft(_Parcel(pool, rest, parcel.tries))
+                self._parcels.appendleft(_Parcel(pool, rest, parcel.offers))
             self._waiting -= len(parcel.names) - len(names)
             self._change.notify_all()
         self._counts.add("dropped_send_objects", len(wanted) - len(names), LossReason.ABSENT)
@@ -268,19 +264,19 @@ class Sender:
             self._hand_back(pool, 0)
             return None
         turn = self._turns.line_up()
-        return _Batch(pool, names[part], held[part], addresses[part], lengths[part], parcel.tries, turn)
+        return _Batch(pool, names[part], held[part], addresses[part], lengths[part], parcel.offers, turn)
 
     def _send(self, batch: _Batch) -> None:
         """Seal and put a batch. What the store wants later is taken once more, after a pause for all."""
         batch.pool.seal(batch.tickets, batch.names, checksum=self._has_checksums)
         batch.turn.wait(None)
-        again, tries = self._put(batch)
+        again, offers = self._put(batch)
         # Whoever ends doesn't wait for a store to have time.
-        is_given_up = tries >= MOST_TRIES or self._is_closing
+        is_given_up = offers.are_over(self._clock()) or self._is_closing
         if is_given_up:
             self._counts.add("dropped_send_objects", len(again), LossReason.BUSY)
         else:
-            self._again(_Parcel(batch.pool, again, tries))
+            self._again(_Parcel(batch.pool, again, offers))
         self._hand_back(batch.pool, len(batch.names) - (0 if is_given_up else len(again)))
         if again:
             self._pause()
@@ -289,7 +285,9 @@ class Sender:
 
     def _pause(self) -> None:
         with self._change:
-            self._change.wait_for(lambda: self._is_closing, self._pause_s)
+            until_s = self._clock() + self._pause_s
+            while not self._is_closing and self._clock() < until_s:
+                self._clock.wait(self._change, until_s)
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def _again(self, parcel: _Parcel) -> None:
@@ -311,8 +309,8 @@ class Sender:
         self._counts.add("dropped_send_objects", count, LossReason.FAILED)
         self._hand_back(pool, count)
 
-    def _put(self, batch: _Batch) -> tuple[Sequence[str], int]:
-        """Those that the store wants later, and how often they have been offered to it by then."""
+    def _put(self, batch: _Batch) -> tuple[Sequence[str], Offers]:
+        """Those that the store has not taken, and what it has said to them by then."""
         names, lengths = batch.names, batch.lengths
         try:
             self._tell(batch.pool)
@@ -320,7 +318,7 @@ class Sender:
             # The store is away or takes no memory now, or the pool is being resized.
             with contextlib.suppress(SegmentError):
                 batch.pool.release(batch.tickets)
-            return names, batch.tries
+            return names, batch.offers.unasked()
 
         addresses, sizes = batch.addresses.tolist(), lengths.tolist()
 
@@ -341,12 +339,16 @@ class Sender:
         try:
             outcomes = self._gate.call(put, self._timeout_s, late)
         except StoreUnavailable as unavailable:
-            return names, batch.tries + (unavailable.why in (Why.SILENT, Why.BROKEN))
+            has_failed = unavailable.why in (Why.SILENT, Why.BROKEN)
+            return names, batch.offers.failed() if has_failed else batch.offers.unasked()
         self._settle(batch)
         is_done = [outcome is base.Outcome.DONE for outcome in outcomes]
         self._counts.add("sent_objects", sum(is_done))
         self._counts.add("sent_bytes", int(lengths[is_done].sum()))
-        return [name for name, is_in in zip(names, is_done, strict=True) if not is_in], batch.tries + 1
+        left = [name for name, is_in in zip(names, is_done, strict=True) if not is_in]
+        if base.Outcome.BROKEN in outcomes:
+            return left, batch.offers.failed()
+        return left, batch.offers.later(self._clock())
 
     def _settle(self, batch: _Batch) -> None:
         """Give the slots back. What was cleared away while it was on its way must not stay in the store: held
