@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -502,8 +502,8 @@ class DamagingEngine(CopyEngine):
 
     sums_in_passing = True
 
-    def store(self, runs: BlockRuns, blocks: Any, pool: Pool, tickets: Any, **how: Any) -> Any:
-        statuses = super().store(runs, blocks, pool, tickets, **how)
+    def store(self, runs: BlockRuns, block_ids: Any, pool: Pool, tickets: Any, **how: Any) -> Any:
+        statuses = super().store(runs, block_ids, pool, tickets, **how)
         for address in pool.payload(tickets)[0].tolist():
             ctypes.memset(address, 7, 1)
         return statuses
@@ -562,6 +562,65 @@ def test_a_load_does_with_the_threads_that_the_system_has(
     again = worker.wait(worker.load(plans))
     assert len(again.completed_keys) == 4
     assert len(job.completed_keys) == loaded
+    worker.close()
+
+
+class LastThread(Executor):
+    """The system's last thread takes the first piece of work, comes as far with it as `goes_on` says, and is
+    gone; pieces are refused, the first one too where `refuses_all`, which is taken nonetheless.
+    """
+
+    def __init__(self, goes_on: Callable[[threading.Thread], None], *, refuses_all: bool) -> None:
+        self._goes_on = goes_on
+        self._refuses_all = refuses_all
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        is_first = not self._threads
+        if is_first:
+            self._threads.append(threading.Thread(target=fn, args=args, kwargs=kwargs))
+            self._threads[0].start()
+            self._goes_on(self._threads[0])
+        if self._refuses_all or not is_first:
+            raise RuntimeError("can't start new thread")
+        return Future()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        for thread in self._threads:
+            thread.join(LONG_S)
+
+
+@pytest.mark.parametrize("is_under_way", [False, True])
+def test_a_load_ends_with_its_last_thread_whenever_others_are_refused(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, is_under_way: bool
+) -> None:
+    """The refusal comes when all has been fetched already, and waits for the thread it is told on to copy; or
+    a piece of work is refused though a thread has taken it, and copies into blocks when it likes."""
+    monkeypatch.setattr("umbp.runtime.pool_worker.TURN_BYTES", SIZE)
+    threads = (
+        LastThread(lambda _: rig.cluster.wait_hanging(1), refuses_all=True)
+        if is_under_way
+        else LastThread(lambda thread: thread.join(LONG_S), refuses_all=False)
+    )
+    monkeypatch.setattr("umbp.runtime.far.loads.ThreadPoolExecutor", lambda *_: threads)
+    far, keeper = rig.far(), ReplacedPools()
+    worker = PoolWorkerHandle(OPTIONS, LAYOUT, keeper, far=far)
+    worker.register_buffers({"layer": FakeTensor.zeros((8, SIZE))})
+    plans = [plan_of(number) for number in range(4)]
+    worker.publish(worker.wait(worker.store(plans)))
+    assert far.flush(LONG_S)
+    keeper.pool.clear(keeper.pool.namespace("n"))
+    if is_under_way:
+        rig.cluster.hang("get")
+    job = worker.load(plans)
+    if is_under_way:
+        rig.cluster.wait_hanging(1)
+        assert worker.poll(job) is None
+        rig.cluster.go_on()
+    waiting = threading.Thread(target=worker.wait, args=(job,), daemon=True)
+    waiting.start()
+    waiting.join(LONG_S / 3)
+    assert len(job.completed_keys) == 4
     worker.close()
 
 

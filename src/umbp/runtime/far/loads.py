@@ -52,8 +52,10 @@ class _Load:
     fence: object
     deadline_s: float
     done: Future[None]
-    shares: set[int]
-    """Of each thread that works or will work at it, a number of its own."""
+    waiting: set[int]
+    """The shares, by number, that no thread has begun."""
+    working: int = 0
+    """Threads that are at it."""
     copies: list[Future[None]] = field(default_factory=list)
     error: str | None = None
 
@@ -80,7 +82,9 @@ class FarLoads:
         deadline_s: float,
         done: Future[None],
     ) -> None:
-        """Fetch and copy what is missing, then settle the job and end `done`."""
+        """Fetch and copy what is missing, then settle the job and end `done`. May be called on the lane's
+        thread.
+        """
         shares = range(min(PARTS_AT_ONCE, len(missing)))
         load = _Load(job, moves, deque(missing), mover, fence, deadline_s, done, set(shares))
         with self._lock:
@@ -89,9 +93,9 @@ class FarLoads:
             try:
                 self._threads.submit(self._run, load, share)
             except RuntimeError as refused:  # closed meanwhile, or the system has no thread for it
-                # In the latter case it waits all the same, and may have its turn when the load is long over.
-                load.error = str(refused)
-                self._leave(load, share)
+                if self._take_back(load, share, str(refused)):
+                    # This thread may be the one that copies: what waits for copies stands behind them.
+                    self._lane.start(self._end_on_lane(load))
 
     def unfinished(self) -> list[Future[None]]:
         """The loads that have been handed over and have not ended."""
@@ -103,9 +107,11 @@ class FarLoads:
         self._threads.shutdown(wait=True)
 
     def _run(self, load: _Load, share: int) -> None:
+        if not self._begin(load, share):
+            return
         mover = load.mover
         try:
-            while (part := self._next(load, share)) is not None:
+            while (part := self._next(load)) is not None:
                 brought = self._far.fetch(mover.pool, mover.namespace_id, part.move, load.deadline_s)
                 load.copies.append(self._lane.start(_copy(part, brought, mover, load.fence)))
         except Exception as broken:
@@ -113,26 +119,49 @@ class FarLoads:
             logger.exception("UMBP: fetching for a load of %d objects broke", len(load.job.keys))
             load.error = str(broken)
             load.missing.clear()
-        self._leave(load, share)
+        if self._leave(load):
+            self._end(load)
 
-    def _next(self, load: _Load, share: int) -> Missing | None:
+    def _begin(self, load: _Load, share: int) -> bool:
         with self._lock:
-            return load.missing.popleft() if load.missing and share in load.shares else None
+            if share not in load.waiting:
+                return False
+            load.waiting.remove(share)
+            load.working += 1
+            return True
 
-    def _leave(self, load: _Load, share: int) -> None:
-        """A thread has done its share of a load, or won't: the last one ends it."""
+    def _take_back(self, load: _Load, share: int, why: str) -> bool:
+        """A share was refused, though it may be in the threads' queue all the same: they must find it gone
+        when the load is over. Whether it was the last.
+        """
         with self._lock:
-            if share not in load.shares:
-                return
-            load.shares.remove(share)
-            if load.shares:
-                return
+            if share not in load.waiting:  # one of them has begun it
+                return False
+            load.waiting.remove(share)
+            load.error = why
+            return not load.waiting and not load.working
+
+    def _next(self, load: _Load) -> Missing | None:
+        with self._lock:
+            return load.missing.popleft() if load.missing else None
+
+    def _leave(self, load: _Load) -> bool:
+        """A thread has done its share of a load; whether it was the last, who ends it."""
+        with self._lock:
+            load.working -= 1
+            return not load.waiting and not load.working
+
+    def _end(self, load: _Load) -> None:
         for copy in load.copies:
             copy.result()
         settle(load.job, load.moves, load.error)
         with self._lock:
             self._unfinished.discard(load.done)
         load.done.set_result(None)
+
+    def _end_on_lane(self, load: _Load) -> Iterator[None]:
+        yield from ()
+        self._end(load)
 
 
 def _copy(part: Missing, brought: Brought, mover: ObjectMover, fence: object) -> Iterator[None]:
