@@ -12,7 +12,7 @@ The rules are strict, since a wrong option that passes shows itself much later, 
   GiB TiB PiB count by 1024, KB MB GB TB PB by 1000; `64G` and `64gb` are errors. Fractions of a byte are
   dropped. From one page to 1 PiB: more is a slip.
 - `null` is an error: whoever wants the default leaves the option out.
-- What this version doesn't have yet is said before anything else is asked for.
+- A mode that there isn't is told first, then what this version doesn't have yet, and then all else.
 """
 
 from __future__ import annotations
@@ -36,8 +36,18 @@ from umbp.kinds import (
     nearest,
     shown,
 )
+from umbp.plugins import Choices
 
-BUILT_IN_MODES = ("embedded", "standalone", "distributed")
+MODES = Choices(
+    what="mode",
+    group="umbp.runtimes",
+    built_in={
+        "embedded": ("umbp.runtime.embedded", "EmbeddedRuntime"),
+        "standalone": ("umbp.runtime.standalone", "StandaloneRuntime"),
+        "distributed": ("umbp.runtime.distributed", "DistributedRuntime"),
+    },
+)
+BUILT_IN_MODES = tuple(MODES.built_in)
 SHARED_MODES = ("standalone", "distributed")
 PLUG_IN = "plug-in"
 """Stands for every mode that is not built in, in `Option.modes`."""
@@ -262,12 +272,13 @@ OPTIONS: Mapping[str, Option] = {
 def parse_options(extra: Mapping[str, object]) -> Options:
     """Checks `kv_connector_extra_config`; `ConfigError` of one line names the option and what to write.
 
-    A mode that is not built in is left to its plug-in: whether there is one, and what `plugin_options` holds,
-    is not checked here.
+    A mode that there isn't is told before all else, since which options have an effect hangs on it. What
+    `plugin_options` holds is for the plug-in to check.
     """
     if not isinstance(extra, Mapping):
         raise ConfigError(f"kv_connector_extra_config must be a JSON object, not {shown(extra)}")
     mode = str(_parse("mode", extra.get("mode", "embedded")))
+    MODES.require(mode)
     _require_built(extra)
     for name in extra:
         if name not in OPTIONS:
@@ -346,8 +357,7 @@ def _check_together(options: Options) -> None:
 
 
 def _without_effect(name: str, mode: str) -> str:
-    text = f"option '{name}' has no effect in mode '{mode}', only in {', '.join(OPTIONS[name].modes)}"
-    return text if mode in BUILT_IN_MODES else text + nearest(mode, BUILT_IN_MODES)
+    return f"option '{name}' has no effect in mode '{mode}', only in {', '.join(OPTIONS[name].modes)}"
 
 
 def _json_text(value: object) -> str:

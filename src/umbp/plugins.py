@@ -46,6 +46,11 @@ class Choices:
             raise ConfigError(f"{who} failed: {type(error).__name__}: {error}") from error
         return check(made, who)
 
+    def require(self, name: str) -> None:
+        """`ConfigError` of one sentence where nothing here has the name."""
+        if name not in self.built_in:
+            self._plug_in(name)
+
     def plug_ins(self) -> list[str]:
         """The names that installed plug-ins add, sorted."""
         return sorted({point.name for point in _offered(self.group, tuple(sys.path))} - set(self.built_in))

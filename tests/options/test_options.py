@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, fields, replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -14,7 +16,6 @@ from umbp import options as options_module
 from umbp.errors import ConfigError
 from umbp.kinds import nearest, shown
 from umbp.options import (
-    BUILT_IN_MODES,
     LATER_OPTIONS,
     OPTIONS,
     Options,
@@ -23,7 +24,7 @@ from umbp.options import (
     markdown_table,
     parse_options,
 )
-from umbp.runtime import factory
+from umbp.testing.plugins import write_plug_in
 
 GiB = 1024**3
 
@@ -60,6 +61,17 @@ RIGHT_VALUES: dict[str, Any] = {
 NEEDED = {"standalone": {"pool": "shared"}, "distributed": {"store": "mooncake"}}
 COMPANIONS = {"ssd_path": "ssd_capacity_bytes", "ssd_capacity_bytes": "ssd_path"}
 MODES = ("embedded", "standalone", "distributed", "of-a-plug-in")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plug_ins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Modes that are installed beside the built-in ones."""
+    folder = tmp_path_factory.mktemp("plug-ins")
+    for mode in ("of-a-plug-in", "mine"):
+        write_plug_in(folder, mode, "nowhere:make", f"umbp-test-{mode}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield
 
 
 @pytest.fixture
@@ -191,7 +203,8 @@ def test_the_nearest_word_is_found_whatever_its_case_and_given_as_it_is_written(
 
 
 def test_every_built_in_mode_has_a_runtime() -> None:
-    assert set(factory.MODES.built_in) == set(BUILT_IN_MODES)
+    for module, attribute in options_module.MODES.built_in.values():
+        assert callable(getattr(import_module(module), attribute))
 
 
 @pytest.mark.parametrize("name", LATER_OPTIONS)
@@ -283,8 +296,27 @@ def test_a_misspelt_choice_is_refused_with_the_right_one() -> None:
     assert refused({"verify": "alway"}).endswith("did you mean 'always'?")
 
 
-def test_a_misspelt_mode_is_found_out_by_an_option_of_the_right_one() -> None:
-    assert refused({"mode": "standalon", "pool": "shared"}).endswith("did you mean 'standalone'?")
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {},
+        {"store": "mooncake"},
+        {"store": "mooncake", "store_options": {}},
+        {"store": 3},
+        {"stor": "mooncake"},
+        {"capacity_bytes": "much"},
+        {"ssd_path": "/mnt/ssd"},
+        {"dram_low_watermark": 0.9, "dram_high_watermark": 0.5},
+    ],
+)
+def test_a_mode_that_there_is_not_is_told_before_all_else_and_alone(beside: dict[str, object]) -> None:
+    known = "known here: embedded, standalone, distributed, mine, of-a-plug-in"
+    for extra in ({"mode": "distribted", **beside}, {**beside, "mode": "distribted"}):
+        assert refused(extra) == f"unknown mode 'distribted'; did you mean 'distributed'? {known}"
+    assert refused({"mode": "zzz", **beside}) == f"unknown mode 'zzz'; {known}"
+    assert refused({"mode": "of-a-plugin", **beside}).startswith(
+        "unknown mode 'of-a-plugin'; did you mean 'of-a-plug-in'?"
+    )
 
 
 def test_two_capacities_exclude_each_other() -> None:

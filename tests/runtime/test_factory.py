@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from umbp.errors import ConfigError, SegmentError
-from umbp.options import Options, parse_options
+from umbp.options import MODES, Options, parse_options
 from umbp.runtime.base import Capabilities, capabilities_of
 from umbp.runtime.embedded import EmbeddedRuntime
-from umbp.runtime.factory import MODES, create_runtime
+from umbp.runtime.factory import create_runtime
 from umbp.runtime.null import NullRuntime
 from umbp.testing.plugins import write_plug_in
 

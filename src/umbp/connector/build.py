@@ -21,9 +21,9 @@ from umbp.connector.scheduler.pool_view import PoolView
 from umbp.connector.worker import WorkerSide
 from umbp.data import EngineTopology, KVLayoutPlanner, KVRegion
 from umbp.data.identity import layer_spec
-from umbp.options import Options, parse_options
+from umbp.options import MODES, Options, parse_options
 from umbp.runtime.base import IUMBPRuntime, capabilities_of
-from umbp.runtime.factory import MODES, create_runtime
+from umbp.runtime.factory import create_runtime
 from umbp.runtime.wrap.faulty import FAULTS_VARIABLE, FaultPlan, FaultyRuntime
 
 logger = init_logger("vllm.umbp")

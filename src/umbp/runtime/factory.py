@@ -1,5 +1,5 @@
 """Mode to runtime: the built-in ones, imported when chosen, and plug-ins of the entry-point group
-`umbp.runtimes`.
+`umbp.runtimes`; `umbp.options.MODES` names them.
 
 A plug-in's name is its mode; its value is a callable that takes the options and returns a runtime. A name
 that is built in can't be taken by a plug-in.
@@ -10,19 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from umbp.errors import ConfigError
-from umbp.options import Options
-from umbp.plugins import Choices
+from umbp.options import MODES, Options
 from umbp.runtime.base import IUMBPRuntime, capabilities_of
-
-MODES = Choices(
-    what="mode",
-    group="umbp.runtimes",
-    built_in={
-        "embedded": ("umbp.runtime.embedded", "EmbeddedRuntime"),
-        "standalone": ("umbp.runtime.standalone", "StandaloneRuntime"),
-        "distributed": ("umbp.runtime.distributed", "DistributedRuntime"),
-    },
-)
 
 
 def create_runtime(options: Options) -> IUMBPRuntime:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from umbp.runtime.factory import MODES
+from umbp.options import MODES
 
 
 def write_plug_in(
