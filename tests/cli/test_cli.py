@@ -291,6 +291,42 @@ def test_a_build_under_another_name_is_noted_with_the_way_to_serve(
         assert "python -m vllm.entrypoints.openai.api_server --model" in found["vllm serve"].text
 
 
+def test_a_vllm_that_cannot_be_imported_is_bad_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scenario: torchvision of another version beside torch; what is installed looks well until imported."""
+    from umbp.cli import checks
+
+    package = tmp_path / "vllm"
+    package.mkdir()
+    why = "operator torchvision::nms does not exist"
+    (package / "__init__.py").write_text(f"raise RuntimeError({why!r})\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(checks, "installed_vllm", lambda: "0.32.0")
+    found = {check.name: check for check in checks.check_vllm()}
+    assert found["connector"].state == "bad"
+    assert found["connector"].text == f"can't be imported beside vLLM 0.32.0: RuntimeError: {why}"
+
+
+def test_what_a_library_writes_to_standard_error_is_kept_from_the_terminal() -> None:
+    code = (
+        "import os, sys; from umbp.cli.hushed import hushed\n"
+        "os.write(2, b'before ')\n"
+        "with hushed() as said:\n"
+        "    os.write(2, b'E] one\\n'); first = said(); print('two', file=sys.stderr); print(first, said())\n"
+        "print('after', file=sys.stderr)"
+    )
+    result = run(code=code)
+    assert (result.stdout, result.stderr) == ("E] one\n E] one\ntwo\n\n", "before after\n")
+    closed = subprocess.run(
+        ["sh", "-c", '"$0" -c "$1" 2>&-', sys.executable, code.replace("os.write(2", "print(3")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert closed.returncode == 0
+
+
 def test_the_doctor_says_what_to_install_where_vllm_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     from umbp.cli import checks
 

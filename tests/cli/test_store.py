@@ -401,6 +401,31 @@ class TestMooncake:
         assert done.stderr.startswith("umbp: ")
         assert words in done.stderr
 
+    @pytest.mark.parametrize(
+        ("url", "words"),
+        [
+            (
+                "http://127.0.0.1:{closed}/metadata",
+                "no metadata server answers at http://127.0.0.1:{closed} (",
+            ),
+            ("http://me:secret@127.0.0.1:{master}/x?y", "metadata server at http://127.0.0.1:{master} ("),
+            ("http://127.0.0.1:{metrics}/x", "at http://127.0.0.1:{metrics} is no metadata server"),
+            ("redis://127.0.0.1", "knows no metadata server of the kind 'redis'"),
+        ],
+    )
+    def test_a_metadata_server_that_cannot_be_used_is_told_in_our_words(
+        self, master: Server, metrics_port: int, closed_port: int, url: str, words: str
+    ) -> None:
+        ports = {"closed": closed_port, "metrics": metrics_port, "master": master.address.rpartition(":")[2]}
+        settings = {"master": master.address, "metadata": url.format(**ports)}
+        checks = found(configured("mooncake", **settings))
+        assert bad(checks) == ["store"]
+        text = checks["store"].text
+        assert words.format(**ports) in text
+        assert text.endswith("mend 'metadata' in 'store_options' (P2PHANDSHAKE needs no server)")
+        assert "secret" not in text
+        assert "curl" not in text
+
     def test_the_doctor_tells_all_of_it_in_one_object(self, master: Server, metrics_port: int) -> None:
         config = {
             "kv_connector": "UMBPConnector",
@@ -431,6 +456,7 @@ class TestMooncake:
             env={**os.environ, "PYTHONHASHSEED": "7"},
         )
         assert done.returncode == 1, done.stderr
+        assert done.stderr == "", "what Mooncake says is in the object"
         checks = {each["name"]: each for each in json.loads(done.stdout)["checks"]}
         assert checks["store"]["state"] == "ok"
         assert checks["object"]["state"] == "bad", "no node offers memory"

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from umbp.store import mooncake, mooncake_client, mooncake_codes
 from umbp.store.base import Outcome, StoreError
 from umbp.store.gate import StoreGate, StoreUnavailable
 from umbp.store.mooncake import MooncakeStore
+from umbp.store.mooncake_metadata import metadata_trouble
 from umbp.store.mooncake_settings import MooncakeSettings
 from umbp.testing.stores.rig import StoreRig
 from umbp.testing.stores.servers import MortalMooncake, start_node
@@ -77,6 +79,42 @@ def test_every_code_is_an_outcome_and_an_unknown_one_is_broken() -> None:
     assert mooncake_codes.outcome_of_remove(-703) is LATER
     for code in mooncake_codes.OUTCOMES:
         assert mooncake_codes.outcome_of_exists(code) in (DONE, MISS, BROKEN)
+
+
+@pytest.mark.parametrize(
+    ("url", "said", "words"),
+    [
+        (
+            "etcd://{closed};{closed}",
+            "EtcdStoragePlugin: unable to set k in h: context deadline exceeded",
+            "no metadata server answers",
+        ),
+        ("etcd://{open},{closed}", "EtcdStoragePlugin: unable to set k in h: who are you", "(who are you)"),
+        ("http://{open}/m", "PUT http://h/m?key=k curl: Timeout err: SSL timeout", "(SSL timeout)"),
+        ("http://{closed}/m", "PUT http://h/m?key=k http=503 body: ", "(HTTP status 503)"),
+        ("http://[::1]:99999/m", "PUT http://h/m?key=k curl: Bad err: ", "no metadata server answers"),
+    ],
+)
+def test_what_mooncake_says_of_its_metadata_server_is_one_sentence(url: str, said: str, words: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        hosts = {
+            name: f"127.0.0.1:{each.getsockname()[1]}" for name, each in (("open", one), ("closed", other))
+        }
+        log = f"WARNING: of another kind\nE1130 11:40:22.5 216 transfer_metadata_plugin.cpp:340] {said}\nE1 x"
+        text = metadata_trouble(url.format(**hosts), log, 1.0)
+    assert text is not None
+    assert words in text
+    assert "\n" not in text
+
+
+def test_of_what_is_not_its_metadata_servers_fault_mooncakes_first_error_is_told() -> None:
+    asked = (
+        "E1 11:40:22.5 216 transfer_metadata_plugin.cpp:292] GET http://h http=404 body: metadata not found"
+    )
+    log = f"{asked}\nE1 11:40:22.5 216 client_service.cpp:853] no such device\n"
+    assert metadata_trouble("http://h/m", log, 1.0) is None
+    assert mooncake_client.first_error(log) == "no such device"
 
 
 def test_ranges_under_way_are_bounded_and_a_batch_larger_than_all_goes_alone() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import click
 
 from umbp.cli import checks, config_checks
 from umbp.cli.checks import Check
+from umbp.cli.hushed import hushed
 from umbp.options import Options
 from umbp.store.mooncake_master import METRICS_PORT
 
@@ -51,16 +53,30 @@ def doctor(kv_transfer_config: str | None, metrics_port: int, as_json: bool) -> 
         found.extend(checks.check_shared_pool(options))
     else:
         found.extend(checks.check_memory(options))
-    if options is not None and options.mode == "distributed" and not _is_bad(found, "options"):
-        from umbp.cli.store_checks import check_store
-
-        found.extend(check_store(options, metrics_port))
-    if not as_json and checks.installed_vllm() is not None:
-        click.echo("Importing vLLM, which takes a while ...", err=True)
-    found.extend(checks.check_vllm())
+    with ThreadPoolExecutor(1) as beside:
+        # It takes seconds, so the store is asked meanwhile; and half a GiB, so memory was looked at before.
+        of_vllm = beside.submit(lambda: list(checks.check_vllm()))
+        if options is not None and options.mode == "distributed" and not _is_bad(found, "options"):
+            found.extend(_check_store(options, metrics_port))
+        if not as_json and checks.installed_vllm() is not None and not of_vllm.done():
+            click.echo("Importing vLLM, which takes a while ...", err=True)
+        found.extend(of_vllm.result())
     is_well = all(check.state != "bad" for check in found)
     click.echo(_as_json(found, options, is_well) if as_json else _as_table(found, options, is_well))
     sys.exit(0 if is_well else 1)
+
+
+def _check_store(options: Options, metrics_port: int) -> list[Check]:
+    """What a store's library says on its own goes into the table, and there only where something is bad."""
+    from umbp.cli.store_checks import check_store
+    from umbp.store.mooncake_client import first_error
+
+    with hushed() as said:
+        found = list(check_store(options, metrics_port))
+        error = first_error(said()) if options.store == "mooncake" else ""
+    if error and any(check.state == "bad" for check in found):
+        found.append(Check("Mooncake's log", "note", error))
+    return found
 
 
 def _is_bad(found: list[Check], name: str) -> bool:

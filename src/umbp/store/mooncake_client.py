@@ -21,6 +21,7 @@ from typing import Any
 
 from umbp.errors import ConfigError, InvariantError
 from umbp.store.base import StoreError
+from umbp.store.mooncake_metadata import NOT_THERE_YET, metadata_trouble
 from umbp.store.mooncake_settings import MooncakeSettings
 
 DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
@@ -115,8 +116,8 @@ def set_environment(timeout_ms: int) -> None:
         os.environ.setdefault(name, str(value))
 
 
-_SAID_ALWAYS = "Local segment descriptor not found"
-"""An error to Mooncake's log, of every client that is set up."""
+_NO_ERRORS = ("Local segment descriptor not found", NOT_THERE_YET)
+"""Errors to Mooncake's log, of clients that are well."""
 
 _TRIAL = """
 import os, sys
@@ -156,15 +157,23 @@ def require_master(settings: MooncakeSettings) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise StoreError(f"the Mooncake master at {settings.master} is silent") from error
+        log = (error.stderr or b"").decode(errors="replace")
+        trouble = metadata_trouble(settings.metadata, log, timeout_s)
+        raise StoreError(trouble or f"the Mooncake master at {settings.master} is silent") from error
     if done.returncode != 0:
-        why = first_error(done.stderr.decode(errors="replace")) or f"exit code {done.returncode}"
-        if "RPC call timed out" in why:
-            raise StoreError(
-                f"what listens at {settings.master} doesn't answer as a Mooncake master: it is stopped, or "
-                "something else (it may be the master's metrics); mend 'master' in 'store_options'"
-            )
-        raise StoreError(f"no client of the Mooncake master at {settings.master} can be set up: {why}")
+        raise StoreError(_why_no_client(settings, done.stderr.decode(errors="replace"), done.returncode))
+
+
+def _why_no_client(settings: MooncakeSettings, log: str, exit_code: int) -> str:
+    if trouble := metadata_trouble(settings.metadata, log, settings.timeout_ms / 1000):
+        return trouble
+    why = first_error(log) or f"exit code {exit_code}"
+    if "RPC call timed out" in why:
+        return (
+            f"what listens at {settings.master} doesn't answer as a Mooncake master: it is stopped, or "
+            "something else (it may be the master's metrics); mend 'master' in 'store_options'"
+        )
+    return f"no client of the Mooncake master at {settings.master} can be set up: {why}"
 
 
 def first_error(log: str) -> str:
@@ -172,7 +181,7 @@ def first_error(log: str) -> str:
     nothing.
     """
     errors = [line.partition("] ")[2] for line in log.splitlines() if line.startswith("E")]
-    return next((each for each in errors if not each.startswith(_SAID_ALWAYS)), "")
+    return next((each for each in errors if not any(said in each for said in _NO_ERRORS)), "")
 
 
 def _connect(settings: MooncakeSettings) -> None:

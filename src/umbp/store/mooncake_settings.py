@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from umbp.errors import CapacityError, ConfigError
 from umbp.kinds import Choice, Size, Text, Whole, format_size, nearest
 from umbp.pool.limits import memory_limits, refuse_over_limit
+from umbp.store.mooncake_metadata import PATTERN
 from umbp.store.settings import read_settings, setting
 
 NAME = "mooncake"
@@ -52,7 +53,11 @@ class MooncakeSettings:
         "by which the other hosts reach this one",
         default="the address from which the master is reached",
     )
-    metadata: str = setting("P2PHANDSHAKE", Text("P2PHANDSHAKE or an URL"), "Mooncake's metadata server")
+    metadata: str = setting(
+        "P2PHANDSHAKE",
+        Text("P2PHANDSHAKE, or an URL of http, https, etcd or redis", PATTERN),
+        "Mooncake's metadata server",
+    )
     timeout_ms: int = setting(
         1500,
         Whole(100, 600_000, "ms"),
