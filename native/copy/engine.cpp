@@ -96,7 +96,7 @@ class CopyEngine::Batch {
 
   void copy_part(std::size_t i, u64 begin, u64 end, const std::byte* after) {
     if (statuses_[i] != CopyStatus::ok) return;
-    runs_.walk(blocks_[i], objects_[i], is_store_, begin, end, after,
+    runs_.walk(blocks_[i], objects_[i].payload, is_store_, begin, end, after,
                [&](const Pieces& pieces, const std::byte* next) { kernel_.copy(pieces, next); });
   }
 
@@ -111,18 +111,19 @@ class CopyEngine::Batch {
  private:
   void copy_summed(std::size_t i, const std::byte* after) {
     if (statuses_[i] != CopyStatus::ok) return;
-    SummedCopy copy(kernel_, objects_[i]);
-    runs_.walk(blocks_[i], objects_[i], true, 0, runs_.moved_bytes(), after,
+    const Place& object = objects_[i];
+    SummedCopy copy(kernel_, object.payload);
+    runs_.walk(blocks_[i], object.payload, true, 0, runs_.moved_bytes(), after,
                [&](const Pieces& pieces, const std::byte* next) { copy.copy(pieces, next); });
-    if (copy.covers(objects_[i], runs_.object_bytes))
-      gate_.set_checksum(tickets_[i], copy.value());
+    if (copy.covers(object.payload, runs_.object_bytes))
+      Gate::set_checksum(object, copy.value());
     else
-      gate_.add_checksum(tickets_[i]);  // gaps, or runs in another order
+      gate_.add_checksum(object);  // gaps, or runs in another order
   }
 
   const std::byte* head(std::size_t i) const {
     if (statuses_[i] != CopyStatus::ok) return nullptr;
-    return is_store_ ? runs_.first(blocks_[i]) : objects_[i];
+    return is_store_ ? runs_.first(blocks_[i]) : objects_[i].payload;
   }
 
   const Runs& runs_;
@@ -132,7 +133,7 @@ class CopyEngine::Batch {
   const bool is_store_, checksum_;
   const Kernel& kernel_;
   CopyStatus* const statuses_;
-  std::vector<std::byte*> objects_;
+  std::vector<Place> objects_;
 };
 
 void CopyEngine::move(Batch& batch) {
@@ -177,11 +178,11 @@ void CopyEngine::open_stores(const Runs& runs, std::span<const i64> blocks, cons
   auto segment = pool.segment();
   const Gate gate(runs, *segment);
   run(blocks.size(), kNoBytes, [&](std::size_t i) {
-    std::byte* object = nullptr;
+    Place object{};
     statuses[i] = CopyStatus::bad_ticket;
     addresses[i] = 0;
     statuses[i] = gate.store(blocks[i], tickets[i], object);
-    addresses[i] = reinterpret_cast<u64>(object);
+    addresses[i] = reinterpret_cast<u64>(object.payload);
   });
 }
 
@@ -190,10 +191,10 @@ void CopyEngine::checksum_stores(const Runs& runs, const Pool& pool, std::span<c
   auto segment = pool.segment();
   const Gate gate(runs, *segment);
   run(tickets.size(), runs.object_bytes, [&](std::size_t i) {
-    std::byte* object = nullptr;
+    Place object{};
     statuses[i] = CopyStatus::bad_ticket;
     statuses[i] = gate.store(0, tickets[i], object);
-    if (statuses[i] == CopyStatus::ok) gate.add_checksum(tickets[i]);
+    if (statuses[i] == CopyStatus::ok) gate.add_checksum(object);
   });
 }
 
@@ -203,11 +204,11 @@ void CopyEngine::open_loads(const Runs& runs, std::span<const i64> blocks, const
   auto segment = pool.segment();
   const Gate gate(runs, *segment);
   run(blocks.size(), checksum ? runs.object_bytes : kNoBytes, [&](std::size_t i) {
-    std::byte* object = nullptr;
+    Place object{};
     statuses[i] = CopyStatus::bad_ticket;
     addresses[i] = 0;
     statuses[i] = gate.load(blocks[i], tickets[i], checksum, object);
-    addresses[i] = reinterpret_cast<u64>(object);
+    addresses[i] = reinterpret_cast<u64>(object.payload);
   });
 }
 

@@ -11,7 +11,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <random>
+#include <thread>
 
+#include "copy/engine.hpp"
 #include "copy/seal.hpp"
 #include "pool/hazard.hpp"
 #include "pool/pool.hpp"
@@ -21,9 +23,10 @@ using namespace umbp;
 namespace {
 
 constexpr u64 kObjectBytes = 3000, kSlots = 64, kMostSlots = 96, kKeys = 100, kRun = 16;
+constexpr u64 kRows = 400;
 constexpr u64 kSizes[] = {3000, 3000, 7000, 20000};
 constexpr unsigned kSecondsForARound = 20;
-u64 seed = 0, sealed = 0;
+u64 seed = 0, sealed = 0, copied = 0;
 const char* verb = "";
 
 void say_where(const char* what) {
@@ -63,9 +66,11 @@ struct Round {
   }
   u64 below(u64 limit) { return random() % limit; }
 
+  void damage() { damage(random); }
   // What is between the tables is damaged as well; the arena isn't: it holds payloads, which are anybody's
   // bytes.
-  void damage() {
+  void damage(std::mt19937_64& random) {
+    auto below = [&random](u64 limit) { return random() % limit; };
     const Geometry& g = segment->geometry();
     std::byte* base = segment->base();
     const u64 tables[][2] = {{offsetof(Header, state), sizeof(Header)},
@@ -154,12 +159,60 @@ struct Round {
     check_seals(pool, tickets, names, below(2), statuses.data());
   }
 
+  // A slab's slots become others while objects are copied into them and out of them, and summed: for each
+  // object there is an answer. What is copied is zero, and so the arena stays as it is.
+  void copy(std::vector<u64> tickets, bool is_store) {
+    tickets.resize(std::min<std::size_t>(tickets.size(), kRun));
+    if (tickets.empty()) tickets.push_back(random());
+    // So many rows that both threads of the engine have some.
+    for (std::size_t i = 0; tickets.size() < kRows; i++) tickets.push_back(tickets[i]);
+    const u32 slot = ticket_slot(tickets[below(tickets.size())]) % segment->geometry().max_slots;
+    u64 bytes = size_length(segment->record(slot).size);
+    if (std::find(std::begin(kSizes), std::end(kSizes), bytes) == std::end(kSizes)) bytes = kSizes[0];
+    static std::vector<std::byte> zeros(kRows * kSizes[std::size(kSizes) - 1]), loaded(zeros.size());
+    static CopyEngine engine(2, {});
+    const u64 base = reinterpret_cast<u64>((is_store ? zeros : loaded).data()), half = bytes / 2;
+    const u64 first = below(2) ? 0 : half;  // in order or not
+    const Runs runs(
+        {{base + first, base + half - first}, {i64(bytes), i64(bytes)}, {half, half}, {first, half - first}},
+        kRows, half * 2);
+    std::vector<i64> blocks(tickets.size());
+    for (std::size_t i = 0; i < blocks.size(); i++) blocks[i] = i64(i);
+    std::vector<CopyStatus> statuses(tickets.size());
+    std::atomic<bool> has_begun{false}, is_over{false};
+    std::thread other([&, random = std::mt19937_64(random())]() mutable {
+      Slab& slab = segment->slab(segment->slab_of(slot));
+      while (!is_over) {
+        const u64 bytes = slab.slot_bytes.exchange(random() % 2 ? 0 : kPageBytes << random() % 4);
+        has_begun = true;
+        slab.slot_bytes.store(bytes);
+      }
+    });
+    while (!has_begun) std::this_thread::yield();
+    try {
+      for (int i = 0; i < 2; i++) {
+        verb = is_store ? "store" : "load";
+        if (is_store)
+          engine.store(runs, blocks, pool, tickets, true, statuses.data());
+        else
+          engine.load(runs, blocks, pool, tickets, below(2), statuses.data());
+        for (CopyStatus status : statuses) copied += status == CopyStatus::ok;
+      }
+    } catch (...) {
+      is_over = true;
+      other.join();
+      throw;
+    }
+    is_over = true;
+    other.join();
+  }
+
   void run_verb() {
     const u64 from = below(kKeys - kRun), count = 1 + below(kRun);
     const std::span<const Digest> run{keys.data() + from, count};
     Outcome outcomes[kRun + 512];
     u64 tickets[kRun];
-    switch (below(19)) {
+    switch (below(21)) {
       case 0:
       case 1: {
         verb = "reserve";
@@ -243,6 +296,10 @@ struct Round {
       case 16:
       case 17:
         return seal(below(2) ? pins : reserved);
+      case 18:
+        return copy(reserved, true);
+      case 19:
+        return copy(pins, false);
       default:
         verb = "audit";
         return pool.audit();
@@ -299,5 +356,5 @@ int main(int count, char** arguments) {
   }
   std::printf("%llu verbs answered, %llu refused\n", static_cast<unsigned long long>(answers),
               static_cast<unsigned long long>(errors));
-  return answers == 0 || errors == 0 || sealed == 0;
+  return answers == 0 || errors == 0 || sealed == 0 || copied == 0;
 }
