@@ -219,6 +219,8 @@ def test_the_table_keeps_its_columns_in_a_narrow_terminal() -> None:
         (("store", "--store", "redis", "--master", "nowhere"), "--master must be host:port, not 'nowhere'"),
         (("store", "--master", "127.0.0.1:99999"), "--master must be host:port"),
         (("store", "--master", "127.0.0.1:1"), "nobody answers at 127.0.0.1:1"),
+        (("store", "--master", "..:1"), "nobody answers at ..:1"),
+        (("engine", "--model", "/dev"), "--model /dev has no config.json"),
         (("nothing",), "nothing"),
     ],
 )

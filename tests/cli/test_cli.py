@@ -72,10 +72,15 @@ def test_every_listed_subcommand_has_a_help() -> None:
 
 
 def test_an_unknown_subcommand_is_a_sentence_and_exit_code_2() -> None:
-    result = run("dcotor")
-    assert result.returncode == 2
-    assert "dcotor" in result.stderr
-    assert "Traceback" not in result.stderr
+    for arguments, said in (
+        (("dcotor",), "Error: No such command 'dcotor'; did you mean 'doctor'?"),
+        (("pool", "creat", "x"), "Error: No such command 'creat'; did you mean 'create'?"),
+        (("store", "zzz"), "Error: No such command 'zzz'; there are node"),
+        (("--hlep",), "No such option"),
+    ):
+        result = run(*arguments)
+        assert result.returncode == 2
+        assert said in result.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "/nowhere/config.json", "{'kv_role': 1}", "@"])
@@ -386,6 +391,8 @@ def test_the_doctor_looks_at_a_shared_pool_as_an_engine_would_find_it(tmp_path: 
     assert absent.state == "bad"
     assert f"umbp pool create p --dir {tmp_path}" in absent.text
     assert told(capacity_bytes="1MiB").state == "note"
+    assert "at least 160 KiB, not 8 KiB" in told(capacity_bytes="8KiB").text
+    assert told(total_capacity_bytes="8KiB").state == "bad"
     assert told(pool_dir=str(tmp_path / "nowhere")).state == "bad"
     path = pool_path(tmp_path, "p")
     with Pool.create(path, 1 << 20, slab_bytes=64 << 10, min_object_bytes=4096):

@@ -208,6 +208,18 @@ def test_what_cannot_be_done_is_one_sentence_and_changes_nothing(
     assert os.listdir(tmp_path) == ["umbp-one"]
 
 
+def test_a_folder_is_shown_as_the_engines_take_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("pools")
+    create = ["pool", "create", "one", "--size", "1MiB", "--dir"]
+    made = CliRunner().invoke(cli, [*create, "pools"])
+    assert f'"pool_dir": "{tmp_path}/pools"' in made.stdout
+    nowhere = CliRunner().invoke(cli, [*create, ""])
+    assert nowhere.exit_code == 2
+    assert "must be a folder, not ''" in nowhere.output
+    assert os.listdir(tmp_path) == ["pools"]
+
+
 @pytest.mark.parametrize("command", [["stat"], ["clear"], ["resize", "8MiB"], ["destroy", "--yes"]])
 def test_where_there_is_no_pool_the_way_to_make_one_is_told(
     umbp: Umbp, tmp_path: Path, command: list[str]

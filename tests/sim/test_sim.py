@@ -136,6 +136,20 @@ def test_runs_are_read_with_their_finish(tmp_path: Path) -> None:
         ("not json\n", "line 1 of the trace t.jsonl is no JSON object"),
         ('{"timestamp": 1}\n', "line 1 of the trace t.jsonl lacks 'hash_ids'"),
         ('{"format": "other"}\n', "has the format 'other'"),
+        ("[" * 100_000, "line 1 of the trace t.jsonl is no JSON object"),
+        (json.dumps(MOONCAKE[0] | {"input_length": -600}), "line 1 of the trace t.jsonl has a wrong value"),
+        (
+            json.dumps(MOONCAKE[0] | {"hash_ids": [2**70] * 9}),
+            "line 1 of the trace t.jsonl has a wrong value",
+        ),
+        (
+            json.dumps(MOONCAKE[0] | {"hash_ids": [float("inf")] * 9}),
+            "line 1 of the trace t.jsonl has a wrong value",
+        ),
+        (
+            json.dumps(MOONCAKE[0] | {"timestamp": float("nan")}),
+            "line 1 of the trace t.jsonl has a wrong value",
+        ),
         (
             json.dumps(MOONCAKE[0])
             + '\n\n{"timestamp": 1, "input_length": 5000, "output_length": 1, "hash_ids": [1]}',

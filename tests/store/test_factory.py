@@ -241,6 +241,17 @@ def test_nobody_there_is_one_sentence_when_the_store_is_opened(store: str, close
     opened.close()
 
 
+@pytest.mark.parametrize("host", ["..", "a" * 100 + ".example"])
+@pytest.mark.parametrize("store", STORES.built_in)
+def test_a_host_that_there_can_not_be_is_one_sentence_when_the_store_is_opened(store: str, host: str) -> None:
+    pytest.importorskip(store, reason=f"the package of {store} isn't installed: run `make setup`")
+    where = {"mooncake": {"master": f"{host}:1"}, "redis": {"host": host}}[store]
+    opened = create_store(options_of(store, **where), serves_memory=False)  # type: ignore[arg-type]
+    with pytest.raises((StoreError, ConfigError), match=r"can't be found|names no host"):
+        opened.open()
+    opened.close()
+
+
 @pytest.mark.parametrize("store", STORES.built_in)
 def test_the_table_of_the_documentation_is_the_current_one(store: str, project_root: Path) -> None:
     text = (project_root / "docs" / "stores.md").read_text()

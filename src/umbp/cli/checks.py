@@ -168,6 +168,8 @@ def check_shared_pool(options: Options) -> Iterator[Check]:
         command = f"umbp pool create {options.pool} --dir {options.pool_dir} --size 16GiB"
         text = f"there is none at {path}: {command}, or set 'capacity_bytes' and the first engine makes it"
         yield Check("pool", "bad", text)
+    elif too_small := _too_small(options):
+        yield Check("pool", "bad", f"there is none at {path}, and {too_small}")
     elif not os.access(options.pool_dir, os.W_OK | os.X_OK):
         text = (
             f"there is none at {path}, and this user may not write to {options.pool_dir} to make it: let who "
@@ -177,6 +179,17 @@ def check_shared_pool(options: Options) -> Iterator[Check]:
     else:
         yield Check("pool", "note", f"there is none at {path} yet: the first engine makes it")
         yield from check_memory(options, path)
+
+
+def _too_small(options: Options) -> str | None:
+    """Why no engine can make a shared pool of the size given, if so."""
+    from umbp.pool.geometry import shared_geometry
+
+    try:
+        shared_geometry(options.worker_capacity(0, 1))
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def check_vllm() -> Iterator[Check]:

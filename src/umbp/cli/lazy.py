@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import click
 
+from umbp.kinds import nearest
+
 
 class Subcommand(NamedTuple):
     """Where a subcommand is, and its line in the list."""
@@ -35,6 +37,14 @@ class LazyGroup(click.Group):
         if not isinstance(command, click.Command):
             raise TypeError(f"{found.module}.{found.attribute} is not a click command")
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.subcommands and not args[0].startswith("-") and not ctx.resilient_parsing:
+            hint = nearest(args[0], self.subcommands) or f"; there are {', '.join(self.list_commands(ctx))}"
+            ctx.fail(f"No such command {args[0]!r}{hint}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

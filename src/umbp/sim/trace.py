@@ -17,9 +17,11 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
@@ -122,7 +124,7 @@ def _objects(file: TextIO, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
             raise ConfigError(f"line {number} of the trace {name} is no JSON object; a trace has one a line")
@@ -135,7 +137,7 @@ def _rows(
     for number, row in (*first, *rest):
         try:
             yield parse(row)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             what = f"lacks {error}" if isinstance(error, KeyError) else "has a wrong value"
             raise ConfigError(
                 f"line {number} of the trace {name} {what}; see the formats in umbp.sim.trace"
@@ -145,11 +147,26 @@ def _rows(
 def _mooncake_row(row: dict[str, Any]) -> Row:
     ids = row["hash_ids"]
     full = row["input_length"] // MOONCAKE_BLOCK_TOKENS
-    if full > len(ids):
+    if not 0 <= full <= len(ids):
         raise ValueError
-    return row["timestamp"] / 1000, [int(each) for each in ids[:full]], int(row["output_length"]), ""
+    full_ids = _ids([int(each) for each in ids[:full]])
+    return _seconds(row["timestamp"]), full_ids, int(row["output_length"]), ""
 
 
 def _runs_row(row: dict[str, Any], block_tokens: int) -> Row:
-    ids = [number for first, count in row["r"] for number in range(first, first + count)]
-    return row["t"] / 1000, ids[: row["in"] // block_tokens], int(row["out"]), FINISHES[row.get("e", 0)]
+    full = row["in"] // block_tokens
+    numbers = chain.from_iterable(range(first, first + count) for first, count in row["r"])
+    return _seconds(row["t"]), _ids(list(islice(numbers, full))), int(row["out"]), FINISHES[row.get("e", 0)]
+
+
+def _ids(numbers: list[int]) -> list[int]:
+    """`ValueError` unless they can be held in 64 bits."""
+    if numbers and not (min(numbers) >= -(1 << 63) and max(numbers) < 1 << 63):
+        raise ValueError
+    return numbers
+
+
+def _seconds(time_ms: float) -> float:
+    if not math.isfinite(time_ms):
+        raise ValueError
+    return time_ms / 1000

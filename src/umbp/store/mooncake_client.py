@@ -137,7 +137,7 @@ def require_master(settings: MooncakeSettings) -> None:
     timeout_s = settings.timeout_ms / 1000
     try:
         _connect(settings)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         raise StoreError(
             f"no Mooncake master answers at {settings.master} ({error}); start mooncake_master there, or "
             "mend 'master' in 'store_options'"
@@ -193,7 +193,7 @@ def _connect(settings: MooncakeSettings) -> None:
 def listens(settings: MooncakeSettings) -> bool:
     try:
         _connect(settings)
-    except (OSError, OverflowError):
+    except (OSError, OverflowError, UnicodeError):
         return False
     return True
 
@@ -248,7 +248,7 @@ def own_address(master: str) -> str:
         with socket.socket(family, kind, protocol) as asking:
             asking.connect(address)
             return str(asking.getsockname()[0])
-    except (OSError, OverflowError, IndexError) as error:
+    except (OSError, OverflowError, IndexError, UnicodeError) as error:
         raise StoreError(
             f"the host of 'master' in 'store_options' can't be found: {master} ({error})"
         ) from error

@@ -153,6 +153,11 @@ class RedisStore:
             # What it refuses it would refuse again.
             kind = ConfigError if self._is_refusal(error) else StoreError
             raise kind(self._why_not(error)) from error
+        except UnicodeError as error:  # of Python's own, before anybody is asked
+            client.close()
+            raise ConfigError(
+                f"{self._place()} names no host that there can be ({error}); mend 'store_options'"
+            ) from error
         with self._lock:
             if not self._is_closed:
                 self._client = client

@@ -35,6 +35,7 @@ from umbp.cli.demo.engine import (
 from umbp.cli.demo.errors import DemoFailedError
 from umbp.cli.demo.model import cache_root, prepare_model
 from umbp.cli.demo.packages import require_packages
+from umbp.errors import ConfigError
 from umbp.kinds import format_size
 from umbp.pool.limits import memory_limits, refuse_over_limit
 
@@ -141,6 +142,8 @@ def command(
 
     Uses the demo's model unless --model names a folder that vLLM can load.
     """
+    if model is not None and not any((model / each).is_file() for each in ("config.json", "params.json")):
+        raise ConfigError(f"--model {model} has no config.json: give the folder of a model that vLLM loads")
     require_packages("This benchmark")
     work = Work(2, 96, 4) if small else Work(prompts, prompt_tokens, output_tokens)
     report = measure(

@@ -185,7 +185,7 @@ def require_store(where: str) -> None:
         raise ConfigError(f"--master must be host:port, not {shown(where)}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise StoreError(
             f"nobody answers at {where} ({error}); start the store there, or mend --master"
         ) from error

@@ -44,6 +44,13 @@ class SizeType(_ParamType):
 SIZE = SizeType()
 
 
+def _absolute(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    """As `pool_dir` has to be, which is shown to be copied."""
+    if not value:
+        raise click.BadParameter("it must be a folder, not ''", ctx, param)
+    return os.path.abspath(value)
+
+
 def in_folder(function: Callable[..., Any]) -> Callable[..., Any]:
     """The option `--dir`, which all subcommands have."""
     option = click.option(
@@ -52,6 +59,7 @@ def in_folder(function: Callable[..., Any]) -> Callable[..., Any]:
         default=DEFAULT_DIR,
         show_default=True,
         type=click.Path(file_okay=False),
+        callback=_absolute,
         help="Folder of the pool's file, as pool_dir of the engines.",
     )
     return option(function)
