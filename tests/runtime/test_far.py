@@ -340,6 +340,25 @@ def test_what_a_store_fails_at_again_and_again_is_not_offered_to_it_any_more() -
     assert offered.are_over(0.0)
 
 
+# Nothing stays held
+
+
+def test_what_can_not_be_sent_is_not_held_any_more(rig: Rig) -> None:
+    """Something breaks before the store is asked."""
+
+    def tell(pool: Pool) -> None:
+        raise ValueError
+
+    gate, counts = rig.gate(), FarCounts("memory")
+    sender = Sender(gate, rig.cluster.traits, counts, Debts(), tell, timeout_s=LONG_S, has_checksums=True)
+    rig.put(["a", "b"], 1)
+    sender.offer(rig.pool, ["a", "b"])
+    assert sender.flush(LONG_S)
+    sender.close(1.0)
+    assert rig.pool.stats()["pinned"] == 0
+    assert counts.take(gate)["dropped_send_objects", "memory", LossReason.FAILED] == 2
+
+
 # Memory stays as long as somebody may touch it
 
 

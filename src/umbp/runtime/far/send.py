@@ -268,9 +268,16 @@ class Sender:
 
     def _send(self, batch: _Batch) -> None:
         """Seal and put a batch. What the store wants later is taken once more, after a pause for all."""
-        batch.pool.seal(batch.tickets, batch.names, checksum=self._has_checksums)
-        batch.turn.wait(None)
-        again, offers = self._put(batch)
+        is_told = False
+        try:
+            batch.pool.seal(batch.tickets, batch.names, checksum=self._has_checksums)
+            batch.turn.wait(None)
+            is_told = self._has_told(batch.pool)
+        finally:
+            if not is_told:
+                with contextlib.suppress(SegmentError):
+                    batch.pool.release(batch.tickets)
+        again, offers = self._put(batch) if is_told else (batch.names, batch.offers.unasked())
         # Whoever ends doesn't wait for a store to have time.
         is_given_up = offers.are_over(self._clock()) or self._is_closing
         if is_given_up:
@@ -309,17 +316,17 @@ class Sender:
         self._counts.add("dropped_send_objects", count, LossReason.FAILED)
         self._hand_back(pool, count)
 
+    def _has_told(self, pool: Pool) -> bool:
+        """False: the store is away or takes no memory now, or the pool is being resized."""
+        try:
+            self._tell(pool)
+        except (StoreError, SegmentError):
+            return False
+        return True
+
     def _put(self, batch: _Batch) -> tuple[Sequence[str], Offers]:
         """Those that the store has not taken, and what it has said to them by then."""
         names, lengths = batch.names, batch.lengths
-        try:
-            self._tell(batch.pool)
-        except (StoreError, SegmentError):
-            # The store is away or takes no memory now, or the pool is being resized.
-            with contextlib.suppress(SegmentError):
-                batch.pool.release(batch.tickets)
-            return names, batch.offers.unasked()
-
         addresses, sizes = batch.addresses.tolist(), lengths.tolist()
 
         def put(store: ClusterStore) -> Sequence[base.Outcome]:
