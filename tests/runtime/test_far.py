@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from replaced_pools import ReplacedPools
@@ -40,12 +40,15 @@ from umbp.runtime.far.worker import WorkerFar
 from umbp.runtime.moves import Move
 from umbp.runtime.pool_worker import PoolWorkerHandle
 from umbp.store.base import ClusterStore, Outcome, StoreError, StoreTraits
+from umbp.store.calls import Late, Verb
 from umbp.store.gate import StoreGate
 from umbp.testing.clock import TickClock
 from umbp.testing.stores.memory import TRAITS, MemoryCluster, MemoryStore
 from umbp.testing.tensors import FakeTensor
 from umbp.transfer import BlockRuns
 from umbp.transfer.engine import CopyEngine
+
+T = TypeVar("T")
 
 SIZE = 4096
 FIRST_RANK = RankTopology().local_namespace
@@ -695,6 +698,50 @@ def test_what_is_sent_goes_out_in_its_order_and_holds_two_batches_of_the_pool() 
     assert list(rig.cluster.objects) == names
     assert rig.pool.stats()["pinned"] == 0
     assert far.close()
+    rig.close()
+
+
+class SlowlyHeardGate(StoreGate):
+    """Its callers are slow to hear what the store has done."""
+
+    def __init__(self, make_store: Callable[[], ClusterStore]) -> None:
+        super().__init__("memory", make_store)
+        self.may_hear = threading.Event()
+
+    def call(self, verb: Verb[T], timeout_s: float, late: Late[T] | None = None) -> T:
+        result = super().call(verb, timeout_s, late)
+        assert self.may_hear.wait(LONG_S)
+        return result
+
+
+def test_the_next_put_begins_when_the_store_has_the_one_before_though_its_slots_are_still_held() -> None:
+    rig = Rig(replace(TRAITS, most_objects=1, registers=False))
+    gate = SlowlyHeardGate(rig.connect)
+    rig.gates.append(gate)
+    gate.open(LONG_S)
+    (store,) = rig.cluster.stores
+    puts, second = store.put, threading.Event()
+
+    def put(keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[Outcome]:
+        if keys == ["b"]:
+            second.set()
+        return puts(keys, addresses, sizes)
+
+    store.put = put  # type: ignore[method-assign, assignment]
+    how: dict[str, Any] = {"timeout_s": LONG_S, "has_checksums": True}
+    sender = Sender(gate, rig.cluster.traits, FarCounts("memory"), Debts(), lambda pool: None, **how)
+    rig.put(["a", "b"], 1)
+    sender.offer(rig.pool, ["a", "b"])
+    came_early = second.wait(LONG_S)
+    held = rig.pool.stats()["pinned"]
+    gate.may_hear.set()
+    assert came_early
+    assert held == 2
+    assert sender.flush(LONG_S)
+    assert list(rig.cluster.objects) == ["a", "b"]
+    assert rig.pool.stats()["pinned"] == 0
+    sender.close(1.0)
+    sender._turns.audit()
     rig.close()
 
 
