@@ -14,7 +14,7 @@ from pathlib import Path
 from e2e import models
 from e2e.harness import EngineSpec
 from umbp.cli.bench import mooncake
-from umbp.testing.stores.servers import start_node
+from umbp.testing.stores import servers
 
 ENGINE_BLOCKS = 200
 MAX_MODEL_TOKENS = 4096
@@ -70,21 +70,9 @@ def umbp_standalone(folder: Path) -> Iterator[System]:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path) -> Iterator[str]:
-    """A Mooncake master on the loopback and a process that keeps objects for it; where the master listens."""
-    with mooncake.master(folder / "mooncake-master.log") as port:
-        master = f"127.0.0.1:{port}"
-        node = start_node(master, 2 * POOL_BYTES, folder / "mooncake-node.log")
-        try:
-            yield master
-        finally:
-            node.kill()
-
-
-@contextlib.contextmanager
 def umbp_distributed(folder: Path) -> Iterator[System]:
     """A pool of each engine's own, and behind it the cluster, over TCP."""
-    with cluster(folder) as master:
+    with servers.mooncake_cluster(folder, 2 * POOL_BYTES) as master:
         options = {
             "mode": "distributed",
             "store": "mooncake",
@@ -97,7 +85,7 @@ def umbp_distributed(folder: Path) -> Iterator[System]:
 @contextlib.contextmanager
 def mooncake_cluster(folder: Path) -> Iterator[System]:
     """vLLM's MooncakeStoreConnector, its pool in another process, over TCP."""
-    with cluster(folder) as master:
+    with servers.mooncake_cluster(folder, 2 * POOL_BYTES) as master:
         settings = {"mode": "standalone-store", "global_segment_size": 0}
         yield mooncake_system("Mooncake Store, in another process", folder, master, settings, outlives=True)
 
@@ -105,10 +93,10 @@ def mooncake_cluster(folder: Path) -> Iterator[System]:
 @contextlib.contextmanager
 def mooncake_embedded(folder: Path) -> Iterator[System]:
     """vLLM's MooncakeStoreConnector, its pool in the worker's process, its master on the loopback."""
-    with mooncake.master(folder / "mooncake-master.log") as port:
+    with mooncake.master(folder / "mooncake-master.log") as master:
         settings = {"mode": "embedded", "global_segment_size": POOL_BYTES}
         yield mooncake_system(
-            "Mooncake Store, in the worker's process", folder, f"127.0.0.1:{port}", settings, outlives=False
+            "Mooncake Store, in the worker's process", folder, master, settings, outlives=False
         )
 
 

@@ -8,9 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from umbp.testing.groups import END_TIMEOUT_S, wait_for_end
 
 ENTRY = "import sys; from umbp.cli import main; main()"
 
@@ -166,13 +169,51 @@ def test_a_benchmark_that_is_told_to_end_takes_its_servers_along(
     assert not processes_in(tmp_path)
 
 
-def processes_in(folder: Path) -> list[str]:
-    """Those that have it as their folder for temporary files."""
-    found = []
-    for each in Path("/proc").glob("[0-9]*/environ"):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "last"),
+    [
+        (("store", "--store", "redis"), "redis-server"),
+        (("store", "--store", "mooncake"), "mooncake_node"),
+        (("lookup",), "spawn_main"),
+    ],
+    ids=["redis", "mooncake", "lookup"],
+)
+def test_a_benchmark_that_is_killed_leaves_no_process(
+    arguments: tuple[str, ...], last: str, tmp_path: Path
+) -> None:
+    from umbp.cli.bench.store_clients import why_not
+
+    if missing := why_not(arguments[-1]) if arguments[0] == "store" else None:
+        pytest.skip(missing)
+    bench = subprocess.Popen(
+        [sys.executable, "-c", ENTRY, "bench", *arguments, "--small"],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while not any(last in command for command in processes_in(tmp_path).values()):
+            assert bench.poll() is None, "it ended before it had started anything"
+    finally:
+        bench.kill()
+        bench.wait()
+    until_s = time.monotonic() + END_TIMEOUT_S
+    while left := processes_in(tmp_path):
+        assert time.monotonic() < until_s, left
+        wait_for_end(list(left))
+
+
+def processes_in(folder: Path) -> dict[int, str]:
+    """Those that have it as their folder for temporary files, or work in it, with their commands. Redis
+    writes over its environment.
+    """
+    found = {}
+    for each in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if f"TMPDIR={folder}\0".encode() in each.read_bytes():
-                found.append(each.parent.name)
+            environment = (each / "environ").read_bytes()
+            if f"TMPDIR={folder}\0".encode() in environment or folder in (each / "cwd").readlink().parents:
+                found[int(each.name)] = (each / "cmdline").read_text().replace("\0", " ")
     return found
 
 

@@ -24,6 +24,7 @@ from umbp.store.mooncake_master import MasterFigures, master_figures
 from umbp.testing.stores import servers
 from umbp.testing.stores.memory import MemoryCluster, MemoryStore
 from umbp.testing.stores.servers import Server
+from umbp.testing.tied import start_tied
 
 NODE_BYTES = 64 << 20
 
@@ -254,7 +255,7 @@ class TestRedis:
 
 def node_process(master: str, *more: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "umbp", "store", "node", "--master", master, "--json", *more]
-    return subprocess.Popen(
+    return start_tied(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
 

@@ -11,12 +11,13 @@ import importlib
 import os
 import pickle
 import queue
-import signal
 import sys
 import threading
 import time
 import traceback
 from typing import Any
+
+from umbp.testing.groups import kill_group
 
 
 def serve(commands_fd: int, answers_fd: int, *, forks: bool) -> None:
@@ -59,7 +60,7 @@ def _listen(stream: Any, commands: queue.Queue[tuple[str, tuple[Any, ...]]]) -> 
         while True:
             commands.put(pickle.load(stream))
     except EOFError:
-        os.killpg(os.getpgid(0), signal.SIGKILL)
+        kill_group(os.getpgid(0))
 
 
 def _change_platform(*, keeps_prefix_cache: bool, forks: bool) -> None:

@@ -26,15 +26,13 @@ import itertools
 import os
 import pickle
 import random
-import re
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -42,6 +40,7 @@ from typing import Any, Self
 
 from e2e import models
 from e2e.forks import Forked, Template
+from umbp.testing.groups import kill_group, members
 
 TESTS = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 240.0
@@ -313,7 +312,7 @@ class EngineProcess:
 
     def pids(self) -> list[int]:
         """All processes of the group, the leader first: child, engine core, workers, vLLM's helpers."""
-        return [self.pid, *sorted(pid for pid in _group(self.pid) if pid != self.pid)]
+        return [self.pid, *sorted(pid for pid in members(self.pid) if pid != self.pid)]
 
     def generate(self, prompt: Prompt, *, timeout_s: float = CALL_TIMEOUT_S) -> Result:
         """Answers one prompt, alone in its batch if nothing else was submitted."""
@@ -425,18 +424,12 @@ class EngineProcess:
         return ""
 
     def stop(self) -> None:
-        """Kills the whole process group and waits until all of it is gone."""
+        """Kills the whole process group, and waits until all of it and all that it had is gone."""
         self.is_alive = False
         process, self._process = self._process, None
         if process is not None:
-            members = _group(process.pid)
-            left_behind = _queues_of(members)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process.pid)
             process.wait()
-            _wait_for_end(members)
-            for queue in left_behind:
-                queue.unlink(missing_ok=True)
         for descriptor in (self._commands, self._answers):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -444,18 +437,6 @@ class EngineProcess:
         if self._run_folder is not None:
             shutil.rmtree(self._run_folder, ignore_errors=True)
             self._run_folder = None
-
-
-def _queues_of(pids: Iterable[int]) -> set[Path]:
-    """The shared memory of these processes in which vLLM passes messages, and which a killed engine leaves to
-    nobody: up to a quarter of a gigabyte each.
-    """
-    found = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            maps = Path(f"/proc/{pid}/maps").read_text()
-            found.update(re.findall(r"/dev/shm/psm_\w+", maps))
-    return {Path(each) for each in found}
 
 
 def _is_whole(data: bytearray) -> bool:
@@ -467,36 +448,6 @@ def _is_whole(data: bytearray) -> bool:
     except (EOFError, pickle.UnpicklingError):
         return False
     return True
-
-
-def _wait_for_end(pids: Sequence[int]) -> None:
-    """Killed processes that others must reap are gone a moment later."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            descriptor = os.pidfd_open(pid)
-            try:
-                select.select([descriptor], [], [], 10.0)
-            finally:
-                os.close(descriptor)
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process exists and has not ended; a zombie has."""
-    try:
-        status = (Path("/proc") / str(pid) / "stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
-
-
-def _group(leader: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                if os.getpgid(int(entry.name)) == leader:
-                    found.append(int(entry.name))
-    return found
 
 
 @dataclass(slots=True)

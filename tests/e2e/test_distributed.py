@@ -28,10 +28,10 @@ from e2e.harness import (
     assert_close,
     assert_same,
     gained,
-    is_running,
     random_prompt,
 )
 from e2e.kinds import CHUNKS, NATIVE_ROPE, OWN_CACHE, worker_handle
+from umbp.testing.groups import is_running
 from umbp.testing.stores.servers import MooncakeCluster, free_ports, why_no_mooncake
 
 # Two engines or ranks and a store's servers: beside other tests they get too little of two processors.

@@ -14,9 +14,9 @@ from e2e.harness import (
     assert_close,
     assert_differs,
     assert_same,
-    is_running,
     random_prompt,
 )
+from umbp.testing.groups import is_running, shared_memory_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -87,13 +87,16 @@ def test_an_engines_own_hit_is_close_to_cold_and_two_hits_are_the_same(
         assert_same(again, hit)
 
 
-def test_a_missed_deadline_ends_every_process_of_the_engine(engines: EnginePool) -> None:
+def test_a_missed_deadline_ends_every_process_of_the_engine_and_what_it_had(engines: EnginePool) -> None:
     engine = engines.get(TWO_RANKS)
     pids = engine.pids()
     assert len(pids) > 3, "child, engine core and two workers"
+    memory = shared_memory_of(pids)
+    assert memory, "vLLM's queues of messages"
     # More than a busy machine could have computed when it is asked for.
     many = [engine.submit(random_prompt(100, seed=n, max_tokens=900)) for n in range(24)]
     with pytest.raises(EngineError, match="in time"):
         engine.take(many, timeout_s=0.05)
     assert not engine.is_alive
     assert not [pid for pid in pids if is_running(pid)]
+    assert not [each for each in memory if each.exists()]

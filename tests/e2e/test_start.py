@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from e2e import models
-from e2e.harness import UMBP, EngineError, EnginePool, EngineProcess, EngineSpec, is_running, random_prompt
+from e2e.harness import UMBP, EngineError, EnginePool, EngineProcess, EngineSpec, random_prompt
+from umbp.testing.groups import is_running, shared_memory_of, taking_along
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -111,13 +113,14 @@ def test_an_engine_killed_five_times_over_leaves_nothing_behind(tmp_path: Path) 
 def kill_all(engine: EngineProcess) -> None:
     """SIGKILL to each process of the engine, workers and core first, as an out-of-memory killer might."""
     pids = engine.pids()
-    for pid in reversed(pids):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    engine.stop()
-    assert until(lambda: not any(map(is_running, pids)))
+    memory = shared_memory_of(pids)
+    with taking_along(pids):
+        for pid in reversed(pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        engine.stop()
+        assert until(lambda: not any(map(is_running, pids)))
+    assert not [each for each in memory if each.exists()]
 
 
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:

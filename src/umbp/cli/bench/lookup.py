@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -26,6 +27,7 @@ from umbp.cli.bench.stock import PREFIX, Stock, fill, make_pool
 from umbp.cli.bench.timing import Times, timed
 from umbp.errors import InvariantError
 from umbp.pool import Pool, PoolHandle
+from umbp.testing.launch import tie
 
 ASKED = 8192
 OTHERS = 7
@@ -97,7 +99,7 @@ def _is_shown(case: str) -> bool:
 
 def _in_another_process(handle: PoolHandle, size: int, rounds: int, suffix: str) -> list[Row]:
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as other:
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=tie, initargs=(os.getpid(),)) as other:
         return other.submit(_read, handle, size, rounds, suffix).result()
 
 
@@ -178,7 +180,8 @@ def _busy(handle: PoolHandle, size: int, count: int) -> Iterator[None]:
     """Other processes at work on the same pool."""
     spawn = multiprocessing.get_context("spawn")
     ready, enough = spawn.Barrier(count + 1), spawn.Event()
-    others = [spawn.Process(target=_disturb, args=(handle, size, n, ready, enough)) for n in range(count)]
+    common = (os.getpid(), handle, size, ready, enough)
+    others = [spawn.Process(target=_disturb, args=(*common, number)) for number in range(count)]
     for other in others:
         other.start()
     try:
@@ -190,8 +193,9 @@ def _busy(handle: PoolHandle, size: int, count: int) -> Iterator[None]:
             other.join()
 
 
-def _disturb(handle: PoolHandle, size: int, number: int, ready: Barrier, enough: Event) -> None:
+def _disturb(parent: int, handle: PoolHandle, size: int, ready: Barrier, enough: Event, number: int) -> None:
     """One of three kinds of work: pins, new objects that are removed again, lookups."""
+    tie(parent)
     stock, own = Stock.of(size), Stock.of(ASKED, seed=1000 + number)
     rng = random.Random(number)
     with Pool.attach(handle) as pool:

@@ -7,10 +7,7 @@ import importlib
 import importlib.util
 import mmap
 import os
-import socket
-import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from umbp.errors import UMBPError
+from umbp.testing.stores import servers
 
 DISTRIBUTION = "mooncake-transfer-engine-non-cuda"
-MASTER_TIMEOUT_S = 20.0
 LOCAL_BUFFER_BYTES = 64 << 20
 
 
@@ -40,25 +37,13 @@ def why_not() -> str | None:
 
 
 @contextlib.contextmanager
-def master(log: Path) -> Iterator[int]:
-    """Its master on the loopback while the context lasts; the port."""
-    port, metrics_port = free_ports(2)
-    program = Path(importlib.import_module("mooncake").__path__[0]) / "mooncake_master"
-    command = [
-        str(program),
-        "--rpc_address=127.0.0.1",
-        f"--rpc_port={port}",
-        "--metrics_host=127.0.0.1",
-        f"--metrics_port={metrics_port}",
-    ]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+def master(log: Path) -> Iterator[str]:
+    """Its master on the loopback while the context lasts; where it listens."""
+    server = servers.start_master(log)
     try:
-        _wait_for_port(port, process, log)
-        yield port
+        yield server.address
     finally:
-        process.kill()
-        process.wait()
+        server.kill()
 
 
 @contextlib.contextmanager
@@ -66,9 +51,8 @@ def store(segment_bytes: int) -> Iterator[Any]:
     """A `MooncakeDistributedStore` of this process, over a segment of its own."""
     os.environ.setdefault("MC_TCP_BIND_ADDRESS", "127.0.0.1")
     os.environ.setdefault("GLOG_minloglevel", "2")  # its errors, not every step
-    with tempfile.TemporaryDirectory(prefix="umbp-bench-") as folder, master(Path(folder) / "log") as port:
+    with tempfile.TemporaryDirectory(prefix="umbp-bench-") as folder, master(Path(folder) / "log") as where:
         made = importlib.import_module("mooncake.store").MooncakeDistributedStore()
-        where = f"127.0.0.1:{port}"
         arguments = ("127.0.0.1", "P2PHANDSHAKE", segment_bytes, LOCAL_BUFFER_BYTES, "tcp", "", where)
         if made.setup(*arguments) != 0:
             raise MooncakeError("Mooncake's store could not be set up; its log is on standard error")
@@ -95,20 +79,3 @@ def require(codes: Sequence[int], wanted: int = 0) -> None:
     """Every code of a batch call is the wanted one."""
     if wrong := sorted(set(codes) - {wanted}):
         raise MooncakeError(f"Mooncake answered {wrong}, not {wanted}")
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
-
-
-def _wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline_s = time.monotonic() + MASTER_TIMEOUT_S
-    while time.monotonic() < deadline_s and process.poll() is None:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
-            return
-        time.sleep(0.05)
-    raise MooncakeError(f"mooncake_master did not come up: {log.read_text(errors='replace')[-500:]}")

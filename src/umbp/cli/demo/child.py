@@ -4,7 +4,7 @@
 Commands come on standard input, answers go to the descriptor FD, all that vLLM prints goes to the log that
 the parent gave as standard output. The end of standard input means that the parent is gone: then this process
 ends its whole process group, in the middle of whatever it does, so that no death of the parent leaves an
-engine, and no FOLDER of vLLM's sockets, behind.
+engine, what vLLM has in the RAM file system, or FOLDER with its sockets, behind.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import os
 import queue
 import random
 import shutil
-import signal
 import sys
 import threading
 import time
 import traceback
 from typing import IO, Any
+
+from umbp.testing.groups import kill_group
 
 SERVE_ARGUMENTS = ("seed", "prompts", "prompt_tokens", "output_tokens")
 
@@ -59,7 +60,7 @@ def _listen(stream: IO[str], commands: queue.Queue[dict[str, Any]], run_folder: 
     for line in stream:
         commands.put(json.loads(line))
     shutil.rmtree(run_folder, ignore_errors=True)
-    os.killpg(os.getpgid(0), signal.SIGKILL)
+    kill_group(os.getpgid(0))
 
 
 class _Engine:

@@ -12,7 +12,6 @@ import json
 import os
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from umbp.cli.demo.errors import DemoFailedError
+from umbp.testing.groups import kill_group
 
 START_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 180.0
@@ -278,8 +278,7 @@ class EngineProcess:
         if process is not None:
             # No farewell: the pool is the engine's own memory and goes with it, and an engine that is asked
             # to end takes seconds. The engine core is a process of its own in this group.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process.pid)
             process.wait()
             if process.stdin is not None:
                 with contextlib.suppress(BrokenPipeError):

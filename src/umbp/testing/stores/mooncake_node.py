@@ -1,10 +1,10 @@
 """A storage node of Mooncake, for tests: `python -m umbp.testing.stores.mooncake_node HOST:PORT BYTES` offers
-memory until its standard input ends.
+memory until it is killed.
 """
 
 from __future__ import annotations
 
-import os
+import signal
 import sys
 
 from umbp.store.mooncake import MooncakeStore
@@ -17,9 +17,8 @@ def main() -> None:
     store = MooncakeStore(settings, serves_memory=True)
     store.open()
     print("up", flush=True)
-    sys.stdin.read()
     # Closing would take seconds, and the master misses a node that is gone soon enough.
-    os._exit(0)
+    signal.pause()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Real servers for tests, on the loopback and on free ports: Mooncake's master and storage nodes, and Redis.
 
-Each is a process of its own, which is killed, stopped and let go on by its own number alone. `why_no_...`
-says in a sentence what is missing on this machine, or nothing.
+Each is a process of its own, which is killed, stopped and let go on by its own number alone, and ends when
+this process does, however that comes. `why_no_...` says in a sentence what is missing on this machine, or
+nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from umbp.store.mooncake import MooncakeStore
 from umbp.store.mooncake_client import require_library
 from umbp.store.mooncake_settings import MooncakeSettings
 from umbp.store.redis import RedisSettings, RedisStore
+from umbp.testing.tied import start_tied
 
 START_TIMEOUT_S = 30.0
 
@@ -42,9 +44,8 @@ class Server:
         """End it at once, and wait until it is gone."""
         self.process.kill()
         self.process.wait()
-        for each in (self.process.stdin, self.process.stdout):
-            if each is not None:
-                each.close()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
 
     def stop(self) -> None:
         """It does nothing from now on, and its connections stay."""
@@ -84,10 +85,10 @@ def start_master(log: Path, port: int = 0, *flags: str) -> Server:
 
 
 def start_node(master: str, segment_bytes: int, log: Path) -> Server:
-    """A process that offers memory to the master's cluster; it ends when this process does."""
+    """A process that offers memory to the master's cluster."""
     command = [sys.executable, "-m", "umbp.testing.stores.mooncake_node", master, str(segment_bytes)]
     with log.open("ab") as output:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output)
+        process = start_tied(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=output)
     assert process.stdout is not None
     server = Server(process, master)
     with _killed_unless_up(server):
@@ -229,7 +230,7 @@ def _redis_program() -> str | None:
 
 def _started(command: list[str], port: int, log: Path) -> Server:
     with log.open("ab") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        process = start_tied(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
     server = Server(process, f"127.0.0.1:{port}")
     with _killed_unless_up(server):
         is_up = _wait_until(lambda: _listens(port), process)
