@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -237,6 +238,18 @@ class TestRedis:
         checks = found(configured("redis", port=start(), database=77))
         assert bad(checks) == ["store"]
         assert "refuses us (DB index is out of range); is 'database' there" in checks["store"].text
+
+    def test_something_else_is_not_taken_for_one(self) -> None:
+        def answer(server: socket.socket) -> None:
+            with server.accept()[0] as one:
+                one.recv(1)
+                one.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor(1) as beside:
+            beside.submit(answer, other)
+            checks = found(configured("redis", port=other.getsockname()[1]))
+        assert bad(checks) == ["store"]
+        assert "is no Redis (Protocol error" in checks["store"].text
 
     def test_none_is_bad(self, closed_port: int) -> None:
         checks = found(configured("redis", port=closed_port))

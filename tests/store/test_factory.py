@@ -177,7 +177,9 @@ def test_an_unknown_setting_is_answered_with_the_nearest_right_one(store: str) -
         ("redis", {"url": "redis://a:port"}, "must have a port from 1 to 65535"),
         ("redis", {"url": "redis://a/first"}, "the number of a database, not 'first'"),
         ("redis", {"tls_ca_file": "/ca.pem"}, "no effect without 'tls'"),
-        ("redis", {"tls_ca_file": "/nowhere/ca.pem", "tls": True}, "can't be read: /nowhere/ca.pem"),
+        ("redis", {"tls_ca_file": "/nowhere/ca.pem", "tls": True}, "can't be read: /nowhere/ca.pem (No such"),
+        ("redis", {"tls_ca_file": "/etc/passwd", "tls": True}, "/etc/passwd (it holds no certificate); give"),
+        ("redis", {"url": "redis://[::1"}, "is no URL: 'redis://[::1'"),
         ("redis", {"port": 70000}, "from 1 to 65535"),
     ],
 )

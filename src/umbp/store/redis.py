@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import os
 import re
+import ssl
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,8 +101,8 @@ def make_store(options: Options, *, serves_memory: bool) -> RedisStore:
         _require_plain(settings.url)
     if settings.tls_ca_file is not None and not (settings.tls or (settings.url or "").startswith("rediss:")):
         raise ConfigError("option 'tls_ca_file' in 'store_options' has no effect without 'tls'")
-    if settings.tls_ca_file is not None and not os.access(settings.tls_ca_file, os.R_OK):
-        raise ConfigError(f"option 'tls_ca_file' in 'store_options' can't be read: {settings.tls_ca_file}")
+    if settings.tls_ca_file is not None:
+        _require_certificates(settings.tls_ca_file)
     if importlib.util.find_spec("redis") is None:
         raise ConfigError("store 'redis' needs its package: pip install 'umbp[redis]'")
     return RedisStore(settings)
@@ -110,10 +111,25 @@ def make_store(options: Options, *, serves_memory: bool) -> RedisStore:
 _WITHOUT_EFFECT = {"port", "database", "tls"}
 
 
+def _require_certificates(path: str) -> None:
+    """`ConfigError` for a file that TLS would fail with as if the server were wrong."""
+    try:
+        ssl.create_default_context(cafile=path)
+    except OSError as error:
+        reason = "it holds no certificate" if isinstance(error, ssl.SSLError) else error.strerror
+        raise ConfigError(
+            f"option 'tls_ca_file' in 'store_options' can't be read: {path} ({reason}); give a file of "
+            "certificates in PEM"
+        ) from None
+
+
 def _require_plain(url: str) -> None:
     """`ConfigError` for what the client would take as settings of its own, or break at."""
     try:
         parts = urlsplit(url)
+    except ValueError:
+        raise ConfigError(f"option 'url' in 'store_options' is no URL: {shown(url)}") from None
+    try:
         is_right = parts.port is None or parts.port > 0
     except ValueError:
         is_right = False
@@ -150,9 +166,9 @@ class RedisStore:
             client.ping()
         except (self._redis.RedisError, OSError) as error:
             client.close()
-            # What it refuses it would refuse again.
-            kind = ConfigError if self._is_refusal(error) else StoreError
-            raise kind(self._why_not(error)) from error
+            # What it refuses it would refuse again, and something else won't become a Redis.
+            is_final = self._is_refusal(error) or isinstance(error, self._redis.exceptions.InvalidResponse)
+            raise (ConfigError if is_final else StoreError)(self._why_not(error)) from error
         except UnicodeError as error:  # of Python's own, before anybody is asked
             client.close()
             raise ConfigError(
@@ -305,6 +321,8 @@ class RedisStore:
                 )
             who = "is 'database' there, and are 'username' and the password in the environment's"
             return f"the Redis at {self._place()} refuses us ({error}); {who} {variable} right?"
+        if isinstance(error, self._redis.exceptions.InvalidResponse):
+            return f"what answers at {self._place()} is no Redis ({error}); mend 'store_options'"
         ask = " (does it speak TLS at that port?)" if self._speaks_tls() else ""
         return f"no Redis answers at {self._place()} ({error}); start one there, or mend 'store_options'{ask}"
 
