@@ -32,7 +32,7 @@ MODULE_PATH = "umbp.connector"
 CONNECTOR_NAMES = ("UMBPConnector", "UMBPStoreConnector")
 PROBE_TIMEOUT_S = 180
 # Runs in a process of its own: importing vLLM takes seconds, talks, and may even die. Nothing else tells
-# whether it imports. A third of the time went into looking for garbage and into tidying up at the end.
+# whether it imports. Nearly half of the time went into looking for garbage and into tidying up at the end.
 _PROBE = """
 import gc, json, os
 gc.disable()
