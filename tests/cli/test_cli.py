@@ -83,6 +83,23 @@ def test_an_unknown_subcommand_is_a_sentence_and_exit_code_2() -> None:
         assert said in result.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize("arguments", ["--version", "doctor", "pool list"])
+def test_an_output_that_is_full_is_a_sentence(arguments: str, tmp_path: Path) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("there is no /dev/full here")
+    code = "from umbp.cli import checks, main; checks.installed_vllm = lambda: None; main()"
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-c", code, *arguments.split()],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert result.stderr == "umbp: the output can't be written: No space left on device\n"
+    assert result.returncode == 2
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", "/nowhere/config.json", "{'kv_role': 1}", "@"])
 def test_a_configuration_that_cannot_be_read_is_a_sentence_and_exit_code_2(text: str) -> None:
     result = run("doctor", text)

@@ -218,6 +218,11 @@ def test_a_folder_is_shown_as_the_engines_take_it(tmp_path: Path, monkeypatch: p
     assert nowhere.exit_code == 2
     assert "must be a folder, not ''" in nowhere.output
     assert os.listdir(tmp_path) == ["pools"]
+    monkeypatch.chdir("pools")
+    os.remove("umbp-one")
+    os.rmdir(tmp_path / "pools")
+    for arguments in ([*create, "there"], ["pool", "stat", "there/umbp-one"]):
+        assert "'there" in error_of(CliRunner().invoke(cli, arguments))
 
 
 @pytest.mark.parametrize("command", [["stat"], ["clear"], ["resize", "8MiB"], ["destroy", "--yes"]])

@@ -235,6 +235,8 @@ def test_what_the_prefill_engine_tells_goes_to_the_other_and_a_clients_own_word_
     ("arguments", "words"),
     [
         (("--decode", "10.0.0.2:8200"), "argument --decode: must be an URL such as http://"),
+        (("--decode", "http://"), "argument --decode: must be an URL such as http://"),
+        (("--prefill", "http://a:99999"), "argument --prefill: must be an URL such as http://"),
         (("--port", "many"), "argument --port: invalid int value: 'many'"),
         (("--port", "99999"), "proxy: can't listen on 127.0.0.1:99999: "),
         (("--host", "no.such.host.invalid"), "proxy: can't listen on no.such.host.invalid:8000: "),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 
 import click
@@ -30,9 +32,19 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The entry point. An error of ours ends as one sentence and exit code 2, never as a traceback."""
+    """The entry point. An error of ours, or a full disk, ends as one sentence and exit code 2, never as a
+    traceback.
+    """
     try:
         cli(prog_name="umbp")
     except UMBPError as error:
         click.echo(f"umbp: {error}", err=True)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        # The interpreter would try once more to write what is left, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+        what = error.filename or "the output"
+        click.echo(f"umbp: {what} can't be written: {error.strerror}", err=True)
         sys.exit(2)

@@ -48,7 +48,16 @@ def _absolute(ctx: click.Context, param: click.Parameter, value: str) -> str:
     """As `pool_dir` has to be, which is shown to be copied."""
     if not value:
         raise click.BadParameter("it must be a folder, not ''", ctx, param)
-    return os.path.abspath(value)
+    return absolute(value)
+
+
+def absolute(path: str) -> str:
+    try:
+        return os.path.abspath(path)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder that {path!r} is in, where this runs, is gone ({error.strerror})"
+        ) from None
 
 
 def in_folder(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,12 +80,12 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object 
 def path_of(name: str, folder: str) -> str:
     """The file of a pool by its name, or a path as it is; ConfigError for what can't be a name."""
     if os.sep in name:
-        return os.path.abspath(name)
+        return absolute(name)
     try:
         OPTIONS["pool"].kind.parse(name)
     except ValueError as error:
         raise ConfigError(f"a pool's name {error}") from None
-    return pool_path(os.path.abspath(folder), name)
+    return pool_path(folder, name)
 
 
 def found_path(name: str, folder: str) -> str:
