@@ -55,9 +55,8 @@ def absolute(path: str) -> str:
     try:
         return os.path.abspath(path)
     except OSError as error:
-        raise ConfigError(
-            f"the folder that {path!r} is in, where this runs, is gone ({error.strerror})"
-        ) from None
+        reason = f"the folder in which this runs is gone ({error.strerror})"
+        raise ConfigError(f"{path!r} can't be found: {reason}") from None
 
 
 def in_folder(function: Callable[..., Any]) -> Callable[..., Any]:
