@@ -596,6 +596,8 @@ class LastThread(Executor):
         self._goes_on = goes_on
         self._refuses_all = refuses_all
         self._threads: list[threading.Thread] = []
+        self.has_refused = threading.Event()
+        """All but the first piece."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         is_first = not self._threads
@@ -603,6 +605,8 @@ class LastThread(Executor):
             self._threads.append(threading.Thread(target=fn, args=args, kwargs=kwargs))
             self._threads[0].start()
             self._goes_on(self._threads[0])
+        if not is_first:
+            self.has_refused.set()
         if self._refuses_all or not is_first:
             raise RuntimeError("can't start new thread")
         return Future()
@@ -636,7 +640,7 @@ def test_a_load_ends_with_its_last_thread_whenever_others_are_refused(
         rig.cluster.hang("get")
     job = worker.load(plans)
     if is_under_way:
-        rig.cluster.wait_hanging(1)
+        assert threads.has_refused.wait(LONG_S)
         assert worker.poll(job) is None
         rig.cluster.go_on()
     waiting = threading.Thread(target=worker.wait, args=(job,), daemon=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 
@@ -53,6 +55,26 @@ def test_a_lane_that_is_closed_has_ended_all_jobs(lane: Lane) -> None:
     closing.join(timeout=60)
     assert all(job.done() for job in jobs)
     assert (lane.unfinished(), len(log)) == ([], 100)
+
+
+def test_a_job_that_waits_for_another_ends_in_a_lane_that_is_being_closed(lane: Lane) -> None:
+    """A pool is left when its last store has ended, and the engine ends meanwhile."""
+    gate = threading.Event()
+    jobs: list[Future[None]] = []
+
+    def leave() -> Iterator[None]:
+        gate.wait(60)
+        with contextlib.suppress(RuntimeError):  # it doesn't wait for itself
+            lane.close()
+        while not jobs[1].done():
+            yield
+
+    log: list[str] = []
+    jobs += [lane.start(leave()), lane.start(work("store", 3, log))]
+    gate.set()
+    for job in jobs:
+        job.result(timeout=20)
+    assert log == ["store"] * 3
 
 
 def test_without_a_thread_there_is_no_lane_and_no_job_can_find_it_missing(

@@ -47,21 +47,24 @@ class Lane:
         self._thread.shutdown(wait=True)
 
     def _take_a_turn(self) -> None:
-        with self._lock:
-            job, done = self._jobs.popleft()
-        for _ in job:
+        while True:
+            with self._lock:
+                job, done = self._jobs.popleft()
+            if next(job, _ENDED) is _ENDED:
+                with self._lock:
+                    self._unfinished.discard(done)
+                done.set_result(None)
+                return
             with self._lock:
                 self._jobs.append((job, done))
             try:
                 self._thread.submit(self._take_a_turn)
-            except RuntimeError:  # the lane is being closed: whoever has a turn left ends it all at once
-                with self._lock:
-                    self._jobs.pop()
+            except RuntimeError:  # the lane is being closed: jobs, which may wait for others, take turns here
                 continue
             return
-        with self._lock:
-            self._unfinished.discard(done)
-        done.set_result(None)
+
+
+_ENDED = object()
 
 
 def _nothing() -> None:
