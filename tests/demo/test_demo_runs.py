@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from umbp.cli.demo import model
+from umbp.testing.groups import is_running, members, shared_memory_of, wait_for_end
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,15 +51,18 @@ def run_demo(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def family(marker: str) -> list[int]:
-    """The processes whose environment has the marker; an engine's processes inherit it."""
-    found = []
+    """The processes whose environment has the marker, and the groups of these: an engine's processes inherit
+    it, but some write their titles over it.
+    """
+    found: set[int] = set()
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and marker.encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
+                pid = int(entry.name)
+                found |= {pid, *(members(pid) if os.getpgid(pid) == pid else ())}
         except OSError:
             continue
-    return found
+    return sorted(found)
 
 
 def socket_folders(pids: list[int]) -> set[str]:
@@ -72,15 +75,6 @@ def socket_folders(pids: list[int]) -> set[str]:
                 if name == "VLLM_RPC_BASE_PATH":
                     found.add(value)
     return found
-
-
-def wait_for_end(pids: list[int]) -> None:
-    """Until all of these have ended, at most ten seconds each."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            descriptor = os.pidfd_open(pid)
-            select.select([descriptor], [], [], 10.0)
-            os.close(descriptor)
 
 
 def say_nothing(what: str, done: int, total: int) -> None:
@@ -117,9 +111,10 @@ def test_the_demo_restores_a_long_document_and_says_so(cache: Path) -> None:
         ("Starting vLLM", signal.SIGTERM),
         ("Starting vLLM", signal.SIGKILL),
         ("Warming up", signal.SIGINT),
+        ("Warming up", signal.SIGKILL),
     ],
 )
-def test_whatever_ends_the_demo_leaves_no_process_and_no_half_made_model(
+def test_whatever_ends_the_demo_leaves_no_process_no_memory_and_no_half_made_model(
     cache: Path, tmp_path: Path, moment: str, number: signal.Signals
 ) -> None:
     is_making = moment.startswith("Making")
@@ -135,11 +130,12 @@ def test_whatever_ends_the_demo_leaves_no_process_and_no_half_made_model(
     assert process.stderr is not None
     with process:
         assert any(moment in line for line in process.stderr), "the demo ended before that moment"
-        members = family(f"DEMO_FAMILY={value}")
-        folders = socket_folders(members)
+        started = family(f"DEMO_FAMILY={value}")
+        folders, memory = socket_folders(started), shared_memory_of(started)
         process.send_signal(number)
         process.wait(timeout=60)
-    wait_for_end(members)
+    wait_for_end(started)
+    assert not [pid for pid in started if is_running(pid)]
     assert family(f"DEMO_FAMILY={value}") == []
     models = where / "umbp" / "models"
     if number is not signal.SIGKILL:
@@ -147,6 +143,7 @@ def test_whatever_ends_the_demo_leaves_no_process_and_no_half_made_model(
         assert not list(models.glob(".making-*"))
         assert not list((where / "umbp" / "logs").glob(f"*-{process.pid}.log"))
     assert not [folder for folder in folders if Path(folder).exists()], "sockets are swept"
+    assert not [each for each in memory if each.exists()]
     if is_making:
         assert not (models / MODEL).exists(), "the model appears whole or not at all"
 

@@ -22,7 +22,9 @@ import pytest
 
 from e2e import models
 from e2e.harness import BLOCK_TOKENS, START_TIMEOUT_S, EnginePool, EngineSpec, random_prompt
+from umbp.testing.groups import kill_group
 from umbp.testing.stores.servers import MooncakeCluster, free_ports, why_no_mooncake
+from umbp.testing.tied import start_tied
 
 # Two engines with their servers and a store's: beside other tests they get too little of two processors.
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.alone]
@@ -39,14 +41,15 @@ AWAITED = ("awaited_requests", "awaited_in_vain_requests")
 
 
 class Server:
-    """A process group that listens on a port of the loopback."""
+    """A process group that listens on a port of the loopback. It is told to end when this process is gone."""
 
     def __init__(self, command: list[str], port: int, log: Path, environment: dict[str, str]) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
         with log.open("wb") as file:
-            self._process = subprocess.Popen(
+            self._process = start_tied(
                 [*command, "--host", "127.0.0.1", "--port", str(port)],
+                signal.SIGTERM,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -80,8 +83,7 @@ class Server:
             return str(answer.read().decode())
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
         self._process.wait()
 
     def count(self, name: str, tier: str = "") -> int:
