@@ -490,6 +490,8 @@ def test_a_question_costs_what_it_asks_however_much_is_known(
 
 LAYOUT = KVLayoutDescriptor((KVRegion("layer", 0, SIZE, SIZE, 0),), RankTopology())
 OPTIONS = parse_options({"capacity_bytes": "1MiB"})
+CACHES = {"layer": FakeTensor.zeros((8, SIZE))}
+"""Kept as an engine keeps its own: nothing else holds memory that is loaded into."""
 
 
 class FencedEngine(CopyEngine):
@@ -512,7 +514,7 @@ def test_a_load_is_fenced_where_it_is_asked_for(rig: Rig) -> None:
     worker = PoolWorkerHandle(
         OPTIONS, LAYOUT, ReplacedPools(), make_engine=lambda caches, threads: engine, far=rig.far()
     )
-    worker.register_buffers({"layer": FakeTensor.zeros((8, SIZE))})
+    worker.register_buffers(CACHES)
     worker.wait(worker.load([plan_of(1)]))
     worker.wait(worker.store([plan_of(2)]))
     assert engine.fenced_by == [threading.get_ident()] * 2
@@ -545,7 +547,7 @@ def test_a_checksum_that_comes_with_the_copy_tells_of_damage_before_an_object_we
     worker = PoolWorkerHandle(
         OPTIONS, LAYOUT, keeper, make_engine=lambda caches, threads: engine(threads), far=far
     )
-    worker.register_buffers({"layer": FakeTensor.zeros((8, SIZE))})
+    worker.register_buffers(CACHES)
     worker.publish(worker.wait(worker.store([plan_of(1)])))
     assert far.flush(LONG_S)
     assert len(rig.cluster.objects) == 1
@@ -564,7 +566,7 @@ def test_a_load_does_with_the_threads_that_the_system_has(
     monkeypatch.setattr("umbp.runtime.pool_worker.TURN_BYTES", SIZE)
     far, keeper = rig.far(), ReplacedPools()
     worker = PoolWorkerHandle(OPTIONS, LAYOUT, keeper, far=far)
-    worker.register_buffers({"layer": FakeTensor.zeros((8, SIZE))})
+    worker.register_buffers(CACHES)
     plans = [plan_of(number) for number in range(4)]
     worker.publish(worker.wait(worker.store(plans)))
     assert far.flush(LONG_S)
@@ -631,7 +633,7 @@ def test_a_load_ends_with_its_last_thread_whenever_others_are_refused(
     monkeypatch.setattr("umbp.runtime.far.loads.ThreadPoolExecutor", lambda *_: threads)
     far, keeper = rig.far(), ReplacedPools()
     worker = PoolWorkerHandle(OPTIONS, LAYOUT, keeper, far=far)
-    worker.register_buffers({"layer": FakeTensor.zeros((8, SIZE))})
+    worker.register_buffers(CACHES)
     plans = [plan_of(number) for number in range(4)]
     worker.publish(worker.wait(worker.store(plans)))
     assert far.flush(LONG_S)
@@ -654,7 +656,7 @@ def test_no_store_waits_for_a_pool_to_be_left(rig: Rig) -> None:
     """A pool is made anew while an object of the old one is being put into a store that hangs."""
     keeper = ReplacedPools()
     worker = PoolWorkerHandle(OPTIONS, LAYOUT, keeper, far=rig.far())
-    worker.register_buffers({"layer": FakeTensor.zeros((8, SIZE))})
+    worker.register_buffers(CACHES)
     rig.cluster.hang("put")
     worker.publish(worker.wait(worker.store([plan_of(1)])))
     rig.cluster.wait_hanging(1)
