@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -490,8 +491,17 @@ def test_a_question_costs_what_it_asks_however_much_is_known(
 
 LAYOUT = KVLayoutDescriptor((KVRegion("layer", 0, SIZE, SIZE, 0),), RankTopology())
 OPTIONS = parse_options({"capacity_bytes": "1MiB"})
-CACHES = {"layer": FakeTensor.zeros((8, SIZE))}
-"""Kept as an engine keeps its own: nothing else holds memory that is loaded into."""
+
+
+def test_memory_that_is_registered_lives_as_long_as_something_may_copy_to_it(rig: Rig) -> None:
+    worker = PoolWorkerHandle(OPTIONS, LAYOUT, ReplacedPools(), far=rig.far())
+    tensor = FakeTensor.zeros((8, SIZE))
+    memory = weakref.ref(tensor.array)
+    worker.register_buffers({"layer": tensor})
+    del tensor
+    assert memory() is not None
+    worker.close()
+    assert memory() is None
 
 
 class FencedEngine(CopyEngine):
@@ -514,7 +524,7 @@ def test_a_load_is_fenced_where_it_is_asked_for(rig: Rig) -> None:
     worker = PoolWorkerHandle(
         OPTIONS, LAYOUT, ReplacedPools(), make_engine=lambda caches, threads: engine, far=rig.far()
     )
-    worker.register_buffers(CACHES)
+    worker.register_buffers({"layer": FakeTensor.zeros((8, SIZE))})
     worker.wait(worker.load([plan_of(1)]))
     worker.wait(worker.store([plan_of(2)]))
     assert engine.fenced_by == [threading.get_ident()] * 2
@@ -547,7 +557,7 @@ def test_a_checksum_that_comes_with_the_copy_tells_of_damage_before_an_object_we
     worker = PoolWorkerHandle(
         OPTIONS, LAYOUT, keeper, make_engine=lambda caches, threads: engine(threads), far=far
     )
-    worker.register_buffers(CACHES)
+    worker.register_buffers({"layer": FakeTensor.zeros((8, SIZE))})
     worker.publish(worker.wait(worker.store([plan_of(1)])))
     assert far.flush(LONG_S)
     assert len(rig.cluster.objects) == 1
@@ -566,7 +576,7 @@ def test_a_load_does_with_the_threads_that_the_system_has(
     monkeypatch.setattr("umbp.runtime.pool_worker.TURN_BYTES", SIZE)
     far, keeper = rig.far(), ReplacedPools()
     worker = PoolWorkerHandle(OPTIONS, LAYOUT, keeper, far=far)
-    worker.register_buffers(CACHES)
+    worker.register_buffers({"layer": FakeTensor.zeros((8, SIZE))})
     plans = [plan_of(number) for number in range(4)]
     worker.publish(worker.wait(worker.store(plans)))
     assert far.flush(LONG_S)
@@ -633,7 +643,7 @@ def test_a_load_ends_with_its_last_thread_whenever_others_are_refused(
     monkeypatch.setattr("umbp.runtime.far.loads.ThreadPoolExecutor", lambda *_: threads)
     far, keeper = rig.far(), ReplacedPools()
     worker = PoolWorkerHandle(OPTIONS, LAYOUT, keeper, far=far)
-    worker.register_buffers(CACHES)
+    worker.register_buffers({"layer": FakeTensor.zeros((8, SIZE))})
     plans = [plan_of(number) for number in range(4)]
     worker.publish(worker.wait(worker.store(plans)))
     assert far.flush(LONG_S)
@@ -656,7 +666,7 @@ def test_no_store_waits_for_a_pool_to_be_left(rig: Rig) -> None:
     """A pool is made anew while an object of the old one is being put into a store that hangs."""
     keeper = ReplacedPools()
     worker = PoolWorkerHandle(OPTIONS, LAYOUT, keeper, far=rig.far())
-    worker.register_buffers(CACHES)
+    worker.register_buffers({"layer": FakeTensor.zeros((8, SIZE))})
     rig.cluster.hang("put")
     worker.publish(worker.wait(worker.store([plan_of(1)])))
     rig.cluster.wait_hanging(1)

@@ -130,6 +130,8 @@ class PoolWorkerHandle:
         self._counts_usage = counts_usage
         self._make_engine = make_engine
         self._groups: GroupRuns | None = None
+        self._kv_caches: Mapping[str, TensorLike] = {}
+        """Held, so that no copy reads or writes memory that was freed."""
         self._engine: Engine | None = None
         self._mover: ObjectMover | None = None
         self._loader = Lane("umbp-load", _use_free_cores)
@@ -160,6 +162,7 @@ class PoolWorkerHandle:
             self._mover.use(self._engine)
         if before is not None:
             before.close()
+        self._kv_caches = dict(kv_caches)
         if (found := self._keeper.current()) is not None:
             self._engine.prepare(found[0])
 
@@ -250,6 +253,7 @@ class PoolWorkerHandle:
         if self._far is None or self._far.close():
             self._keeper.close()
         self._groups = None
+        self._kv_caches = {}
 
     def audit(self) -> None:
         """The pool's own audit; nothing may run meanwhile."""
