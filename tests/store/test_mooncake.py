@@ -165,7 +165,7 @@ def test_a_dead_master_is_noticed_at_once_and_the_same_client_goes_on_with_its_s
 ) -> None:
     cluster.kill()
     for _ in range(3):
-        is_well, took_s, _ = beside(rig.store.probe)
+        is_well, took_s, _ = beside(rig.is_well)
         assert not is_well
         assert took_s < 1.0, "a probe that takes long would pass for one that hangs"
     cluster.revive()
@@ -195,7 +195,7 @@ def test_a_silent_master_costs_its_callers_a_bounded_time_and_nobody_else_any(
         assert outcomes == [BROKEN]
         assert SILENCE_S * 0.9 < took_s < SILENCE_S * 3
         assert still_s < SILENCE_S * 0.8, "all of Python stood still"
-    assert not rig.store.probe()
+    assert not rig.is_well()
     cluster.master.go_on()
     assert rig.store.probe()
     assert rig.fetch(objects) == [MISS], "it does late what it was asked: the removal"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,10 +63,48 @@ def test_a_silent_server_costs_a_bounded_time_and_is_well_again_at_once(rig: Sto
     rig.put({"a": b"value"})
     small.stop()
     assert rig.exists(["a"]) == [BROKEN]
-    assert not rig.store.probe()
+    assert not rig.is_well()
     small.go_on()
     assert rig.store.probe()
     assert rig.fetch({"a": b"value"}) == [DONE]
+
+
+def test_the_log_tells_why_a_server_cannot_be_used_any_more_and_that_it_can(
+    small: Server, password: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    redis = pytest.importorskip("redis")
+    caplog.set_level(logging.INFO, logger="vllm.umbp")
+    returns = threading.Semaphore(0)
+    gate = StoreGate("redis", lambda: RedisStore(RedisSettings(port=port_of(small))))
+    gate.on_return(returns.release)
+    with redis.Redis(port=port_of(small), password="secret") as admin:
+        gate.open(30.0)
+        assert returns.acquire(timeout=30.0)
+        admin.config_set("requirepass", "another")
+        admin.client_kill_filter(_type="normal", skipme=True)
+        assert gate.call(lambda store: store.exists(["a"]), 30.0) == [BROKEN]
+        until_s = time.monotonic() + 30
+        while "the password in the environment's UMBP_REDIS_PASSWORD right?" not in caplog.text:
+            assert time.monotonic() < until_s
+        admin.config_set("requirepass", "secret")
+    assert returns.acquire(timeout=30.0)
+    assert "UMBP: the store 'redis' can be used again, after " in caplog.text
+    assert "secret" not in caplog.text
+    gate.close(10.0)
+
+
+def test_an_answer_that_no_ping_would_give_is_told_of_once(
+    rig: StoreRig, small: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    redis = pytest.importorskip("redis")
+    with redis.Redis(port=port_of(small), password="secret") as admin:
+        admin.replicaof("127.0.0.1", "1")
+        for _ in range(2):
+            assert rig.put({"a": b"value"}) == [BROKEN]
+        admin.replicaof("NO", "ONE")
+    (line,) = [each.getMessage() for each in caplog.records if "read only replica" in each.getMessage()]
+    assert line.startswith("UMBP: the Redis at 127.0.0.1:")
+    assert rig.is_well()
 
 
 @pytest.mark.parametrize("given", ["", "wrong"])

@@ -146,8 +146,13 @@ def _check_round_trips(store: ClusterStore) -> Iterator[Check]:
     times_s = []
     for _ in range(PROBES):
         began_s = time.perf_counter()
-        if not _ask(store, lambda store: store.probe()):
-            yield Check("round trip", "bad", "the store has stopped answering; see its log")
+        why_not = "the store has stopped answering; see its log"
+        try:
+            is_well = _ask(store, lambda store: store.probe())
+        except StoreError as error:
+            is_well, why_not = False, str(error)
+        if not is_well:
+            yield Check("round trip", "bad", why_not)
             return
         times_s.append(time.perf_counter() - began_s)
     text = f"{_ms(sorted(times_s)[PROBES // 2])} a question, {_ms(max(times_s))} at most of {PROBES}"

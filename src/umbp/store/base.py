@@ -129,7 +129,9 @@ class ClusterStore(Protocol):
         ...
 
     def probe(self) -> bool:
-        """Whether the store answers at this moment, asked over the network, never from memory."""
+        """Whether the store answers at this moment, asked over the network, never from memory. Where it
+        doesn't, a `StoreError` may say why, in a sentence for the log.
+        """
         ...
 
     def describe(self) -> Mapping[str, str]:

@@ -21,7 +21,7 @@ from umbp.store.base import ClusterStore, StoreError
 from umbp.store.calls import Call
 from umbp.store.threads import start_thread
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.umbp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +190,8 @@ class Connection:
         try:
             if self.store is not None:
                 self.store.close()
-        except Exception:  # noqa: BLE001 # top of a thread
-            _log.exception("%s: closing failed", self.name)
+        except Exception:  # top of a thread
+            logger.exception("UMBP: closing the store connection %s failed", self.name)
         self._left(self)
 
     def _may_leave(self) -> bool:

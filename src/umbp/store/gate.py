@@ -34,7 +34,7 @@ __all__ = ["Backoff", "Call", "GateCounts", "GateLimits", "StoreGate", "StoreUna
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.umbp")
 
 
 class StoreGate:
@@ -182,7 +182,7 @@ class StoreGate:
     def report_broken(self) -> None:
         """A result told its caller that the store is broken: ask it nothing until a probe went well."""
         with self._lock:
-            self._keeper.fail(self._keeper.breaker.epoch, self._clock())
+            self._keeper.fail(self._keeper.breaker.epoch, self._clock(), "what it answered shows it")
             self._broken += 1
 
     @property
@@ -290,7 +290,7 @@ class StoreGate:
             self._end(call, Why.BUSY)
             is_ill = current is not None and current.is_worn_out()
         if is_ill:
-            self._keeper.fail(call.epoch, now_s)
+            self._keeper.fail(call.epoch, now_s, f"it has not answered within {call.timeout_s:g} s")
 
     def _send_away(self, connection: Connection) -> None:
         """The breaker has opened: nobody waits for a thread any more; who is inside has his own time."""
@@ -333,7 +333,7 @@ class StoreGate:
             if failure is not None or _is_broken(value):
                 self._broken += 1
                 if connection is self._keeper.current:
-                    self._keeper.fail(call.epoch, now_s)
+                    self._keeper.fail(call.epoch, now_s, str(failure or "it answers that it is broken"))
             is_late = call.is_settled
             if not is_late:
                 del self._pending[call]
@@ -347,8 +347,8 @@ class StoreGate:
             return
         try:
             late(value)
-        except Exception:  # noqa: BLE001 # a caller's fault ends no thread of ours
-            _log.exception("the store %r: who gave a call up failed at its late end", self.name)
+        except Exception:  # a caller's fault ends no thread of ours
+            logger.exception("UMBP: who gave up a call of the store %r failed at its late end", self.name)
 
 
 def _is_broken(result: object) -> bool:

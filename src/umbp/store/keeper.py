@@ -19,12 +19,12 @@ from umbp.store.bounds import GateLimits
 from umbp.store.breaker import Breaker
 from umbp.store.calls import Call, StoreUnavailable, Why
 from umbp.store.connection import Connection, Memory
+from umbp.store.news import StoreNews
 from umbp.store.waiting import WaitingClock
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.umbp")
 
-QUIET_S = 30.0
-"""A store that fails again and again is told of at most so often."""
+HANGS = "it was asked whether it is well, and has not answered in time"
 
 
 class StoreKeeper:
@@ -70,7 +70,7 @@ class StoreKeeper:
         self._made = 0
         self._failure: Exception | None = None
         self._refusal: Exception | None = None
-        self._told_at_s = -math.inf
+        self._news = StoreNews(name)
 
     # What the gate asks
 
@@ -129,7 +129,7 @@ class StoreKeeper:
         for connection in self.connections():
             connection.registered.discard(memory)
 
-    def fail(self, epoch: int, now_s: float) -> None:
+    def fail(self, epoch: int, now_s: float, why: str) -> None:
         """Something that was begun in this epoch shows that the store is ill."""
         if not self.breaker.open(now_s, epoch):
             return
@@ -137,7 +137,7 @@ class StoreKeeper:
         if self.current is not None:
             self._send_away(self.current)
         self._notify()
-        self._tell(now_s, "fails: it is left alone until it answers again")
+        self._news.away(now_s, why)
 
     def leave(self) -> None:
         """Ask nobody any more, and close the store when all have come out of it."""
@@ -173,11 +173,12 @@ class StoreKeeper:
         if connection is not None and connection.task is not None:
             if now_s < connection.task_until_s:
                 return connection.task_until_s
-            self.fail(self.breaker.epoch, now_s)
+            self.fail(self.breaker.epoch, now_s, HANGS)
+            self._news.still_away(now_s, HANGS)
             if not self._has_room():
                 return math.inf
             self.breaker.put_off(now_s)
-            self._replace(now_s, "hangs")
+            self._replace("hangs")
         if not self.breaker.is_open:
             return math.inf
         if now_s < self.breaker.probe_at_s:
@@ -187,7 +188,7 @@ class StoreKeeper:
             connection = self._connect()
         elif self._is_spent(connection, now_s):
             if self._has_room():
-                connection = self._replace(now_s, "stays broken")
+                connection = self._replace("stays broken")
             elif not connection.is_opened:
                 return math.inf
         is_pressing = connection.is_opened and not connection.recovers
@@ -197,7 +198,7 @@ class StoreKeeper:
         except StoreError as no_thread:
             self._failure = no_thread
             self.breaker.put_off(now_s)
-            self._tell(now_s, f"can't be asked: {no_thread}")
+            self._news.still_away(now_s, str(no_thread))
             return self.breaker.probe_at_s
         return connection.task_until_s
 
@@ -216,11 +217,11 @@ class StoreKeeper:
         )
         return self.current
 
-    def _replace(self, now_s: float, why: str) -> Connection:
+    def _replace(self, why: str) -> Connection:
         if self.current is not None:
             if self.current.is_opened:
                 self.replaced += 1
-                self._tell(now_s, f"{why}: it is given up for a fresh connection")
+                self._news.note(f"{why}: it is given up for a fresh connection")
             self._give_up(self.current)
         return self._connect()
 
@@ -234,12 +235,6 @@ class StoreKeeper:
     def _give_up(self, connection: Connection) -> None:
         if connection.retire():
             self.held.append(connection)
-
-    def _tell(self, now_s: float, what: str) -> None:
-        level = logging.WARNING if now_s - self._told_at_s >= QUIET_S else logging.DEBUG
-        if level == logging.WARNING:
-            self._told_at_s = now_s
-        _log.log(level, "the store %r %s", self.name, what)
 
     def _has_left(self, connection: Connection) -> None:
         with self._lock:
@@ -286,8 +281,8 @@ class StoreKeeper:
             for listener in list(self.listeners):
                 try:
                     listener()
-                except Exception:  # noqa: BLE001 # a listener's fault ends no thread of ours
-                    _log.exception("the store %r: a listener to its return failed", self.name)
+                except Exception:  # a listener's fault ends no thread of ours
+                    logger.exception("UMBP: a listener to the return of the store %r failed", self.name)
 
     def _attempted(self, connection: Connection, failure: Exception | None) -> None:
         now_s = self._clock()
@@ -297,9 +292,13 @@ class StoreKeeper:
             if failure is None:
                 connection.failures = 0
                 self.breaker.close(now_s)
+                self._news.back(now_s)
             else:
                 connection.failures += 1
                 self.breaker.put_off(now_s)
+                # What stops a start is told by its end.
+                if self.breaker.epoch or not isinstance(failure, ConfigError):
+                    self._news.still_away(now_s, str(failure))
         self._notify()
 
     def _bring_back(self, connection: Connection) -> None:
@@ -311,14 +310,14 @@ class StoreKeeper:
             connection.is_opened = True
         self._register_missing(connection)
         if not store.probe():
-            raise StoreError(f"the store {self.name!r} does not answer its probe")
+            raise StoreError("it does not answer its probe")
         with self._lock:
             if connection.is_retired:
                 # It was given up while it hung; what must come first is another's by now.
                 return
             connection.task_until_s = self._clock() + self._limits.open_timeout_s
         if self._before_return is not None and not self._before_return(store):
-            raise StoreError(f"the store {self.name!r} is not ready to return")
+            raise StoreError("what must be done before it is used again is not done yet")
 
     def _register_missing(self, connection: Connection) -> None:
         while True:

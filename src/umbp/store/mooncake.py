@@ -32,10 +32,10 @@ from umbp.store.mooncake_client import (
     MODULE,
     PROBE_KEY,
     leave,
-    listens,
     own_address,
     package,
     require_library,
+    require_listener,
     require_master,
     set_environment,
     setup_arguments,
@@ -181,9 +181,13 @@ class MooncakeStore:
         """By a question to the master: `health_check` says that all is well for a dead one too. Where nobody
         listens, asking would take 4 s.
         """
-        if not listens(self._settings):
-            return False
+        with self._lock:
+            if self._is_closed or self._client is None:
+                return False
+        require_listener(self._settings)
         (code,) = self._codes(1, lambda client: client.batch_is_exist([PROBE_KEY]))
+        if code < 0 and not self._is_closed:
+            raise StoreError(f"the Mooncake master at {self._settings.master} is silent (code {code})")
         return bool(code >= 0)
 
     def describe(self) -> Mapping[str, str]:

@@ -135,13 +135,7 @@ def require_master(settings: MooncakeSettings) -> None:
     would stand still where the master is silent.
     """
     timeout_s = settings.timeout_ms / 1000
-    try:
-        _connect(settings)
-    except (OSError, OverflowError, UnicodeError) as error:
-        raise StoreError(
-            f"no Mooncake master answers at {settings.master} ({error}); start mooncake_master there, or "
-            "mend 'master' in 'store_options'"
-        ) from error
+    require_listener(settings)
     if settings.local_hostname is not None:
         require_name(settings.local_hostname)
     local = settings.local_hostname or own_address(settings.master)
@@ -190,12 +184,15 @@ def _connect(settings: MooncakeSettings) -> None:
     socket.create_connection((host.strip("[]"), int(port)), timeout=settings.timeout_ms / 1000).close()
 
 
-def listens(settings: MooncakeSettings) -> bool:
+def require_listener(settings: MooncakeSettings) -> None:
+    """`StoreError` where nobody listens at the master's port."""
     try:
         _connect(settings)
-    except (OSError, OverflowError, UnicodeError):
-        return False
-    return True
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise StoreError(
+            f"no Mooncake master answers at {settings.master} ({error}); start mooncake_master there, or "
+            "mend 'master' in 'store_options'"
+        ) from error
 
 
 def setup_arguments(settings: MooncakeSettings, host: str, segment_bytes: int) -> tuple[object, ...]:
@@ -230,7 +227,9 @@ def _close_later(client: Any, settings: MooncakeSettings) -> None:
 def _closed(client: Any, settings: MooncakeSettings) -> bool:
     """Close the client if its master answers; whether it did."""
     # The look saves the 4 s that a client takes to find that nobody is there.
-    if not listens(settings):
+    try:
+        require_listener(settings)
+    except StoreError:
         return False
     with INSIDE.call() as is_let_in:
         if not is_let_in or client.batch_is_exist([PROBE_KEY])[0] < 0:

@@ -56,7 +56,8 @@ class MooncakeSettings:
     metadata: str = setting(
         "P2PHANDSHAKE",
         Text("P2PHANDSHAKE, or an URL of http, https, etcd or redis", PATTERN),
-        "Mooncake's metadata server",
+        "Mooncake's metadata server, the same for all clients and nodes of a cluster: else none reads what "
+        "another holds",
     )
     timeout_ms: int = setting(
         1500,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import logging
 import os
 import re
 import ssl
@@ -30,6 +31,8 @@ from umbp.kinds import Flag, Text, Whole, shown
 from umbp.options import Options
 from umbp.store.base import Outcome, StoreError, StoreTraits
 from umbp.store.settings import read_settings, setting
+
+logger = logging.getLogger("vllm.umbp")
 
 NAME = "redis"
 
@@ -155,6 +158,7 @@ class RedisStore:
         self._lock = threading.Lock()
         self._client: Any = None
         self._is_closed = False
+        self._told: set[str] = set()
 
     @property
     def traits(self) -> StoreTraits:
@@ -234,6 +238,8 @@ class RedisStore:
 
     def probe(self) -> bool:
         (answer,) = self._ask(1, lambda pipe: pipe.ping())
+        if isinstance(answer, Exception) and answer is not _CLOSED:
+            raise StoreError(self._why_not(answer))
         return answer is True
 
     def describe(self) -> Mapping[str, str]:
@@ -283,7 +289,16 @@ class RedisStore:
             return Outcome.LATER
         if isinstance(answer, self._redis.ResponseError) and "WRONGTYPE" in text:
             return Outcome.MISS
+        if isinstance(answer, self._redis.ResponseError):
+            self._tell(answer)
         return Outcome.BROKEN
+
+    def _tell(self, answer: Exception) -> None:
+        """Its pings may go well all the same. Once for each kind of answer."""
+        kind = f"{type(answer).__name__} {str(answer).partition(' ')[0]}"
+        if kind not in self._told:
+            self._told.add(kind)
+            logger.warning("UMBP: the Redis at %s does not do what it is asked: %s", self._place(), answer)
 
     def _connected(self) -> Any:
         """A client: pooled connections, each tried once more at once where it turns out to be dead."""

@@ -9,7 +9,7 @@ import mmap
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from umbp.store.base import ClusterStore, Outcome
+from umbp.store.base import ClusterStore, Outcome, StoreError
 
 GUARD_BYTES = 64
 GUARD = 0xA5
@@ -27,6 +27,15 @@ class StoreRig:
         self.address = ctypes.addressof(self._bytes)
         store.open()
         store.register(self.address, memory_bytes)
+
+    def is_well(self) -> bool:
+        """What its probe says; where that says why not, it does so in a sentence."""
+        try:
+            return self.store.probe()
+        except StoreError as error:
+            assert str(error)
+            assert "\n" not in str(error)
+            return False
 
     def put(self, objects: Mapping[str, bytes]) -> list[Outcome]:
         """Store all in one call; the memory is the same afterwards."""

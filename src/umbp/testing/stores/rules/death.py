@@ -45,7 +45,7 @@ class StoreDeathContract:
         objects = {f"mortal:{number}": pattern(number, 1000) for number in range(3)}
         assert rig.put(objects) == [DONE] * 3
         mortal.kill()
-        assert not rig.store.probe()
+        assert not rig.is_well()
         assert set(rig.exists(list(objects))) == {BROKEN}
         assert not {DONE, MISS} & set(rig.put({"mortal:new": pattern(9, 100)}))
         assert DONE not in rig.fetch(objects)
@@ -58,7 +58,7 @@ class StoreDeathContract:
         unlucky.close()
         mortal.revive()
         again = rig if rig.store.traits.recovers else open_rig(mortal.connect())
-        self.wait_for(again.store.probe)
+        self.wait_for(again.is_well)
         assert set(again.exists(list(objects))) <= {MISS, DONE}
         self.wait_for(lambda: again.put(objects) == [DONE] * 3)
         assert again.fetch(objects) == [DONE] * 3
