@@ -30,7 +30,7 @@ from umbp.runtime.base import Wanted
 from umbp.runtime.far import offers
 from umbp.runtime.far.counts import FarCounts
 from umbp.runtime.far.debts import Debts
-from umbp.runtime.far.fetch import Fetcher
+from umbp.runtime.far.fetch import Brought, Fetcher
 from umbp.runtime.far.lookup import FarLookups
 from umbp.runtime.far.offers import NO_OFFERS
 from umbp.runtime.far.registry import RegisteredPools
@@ -42,7 +42,7 @@ from umbp.runtime.moves import Move
 from umbp.runtime.pool_worker import PoolWorkerHandle
 from umbp.store.base import ClusterStore, Outcome, StoreError, StoreTraits
 from umbp.store.calls import Late, Verb
-from umbp.store.gate import StoreGate
+from umbp.store.gate import Backoff, GateLimits, StoreGate
 from umbp.testing.clock import TickClock
 from umbp.testing.stores.memory import TRAITS, MemoryCluster, MemoryStore
 from umbp.testing.tensors import FakeTensor
@@ -405,6 +405,99 @@ def test_a_pool_s_size_is_held_once_and_given_back_with_it() -> None:
 
 
 # Nobody waits for long
+
+
+class PatientGate(StoreGate):
+    """Its breaker's first pause outlasts any test; notes how long it was allowed to wait for probes."""
+
+    def __init__(
+        self,
+        make_store: Callable[[], ClusterStore],
+        before_return: Callable[[ClusterStore], bool],
+        probe_timeout_s: float,
+    ) -> None:
+        limits = GateLimits(probe_timeout_s=probe_timeout_s)
+        backoff = Backoff(first_s=10 * LONG_S, most_s=10 * LONG_S)
+        super().__init__("memory", make_store, limits=limits, backoff=backoff, before_return=before_return)
+        self.waits_s: list[float] = []
+
+    def wait_probed(self, timeout_s: float) -> bool:
+        self.waits_s.append(timeout_s)
+        return super().wait_probed(timeout_s)
+
+
+class PatientRig(Rig):
+    """With an object in the store, which the pool has no more, and parts of a load that ask for it."""
+
+    def __init__(self, traits: StoreTraits = TRAITS, probe_timeout_s: float = LONG_S) -> None:
+        super().__init__(traits)
+        self._probe_timeout_s = probe_timeout_s
+        self.worker = WorkerFar(self._patient, traits, timeout_s=LONG_S, has_checksums=True)
+        self.put(["a"], 1)
+        self.worker.offer(self.pool, ["a"])
+        assert self.worker.flush(LONG_S)
+        self.pool.remove(["a"])
+        self.deadline_s = self.worker.deadline_s()
+
+    def _patient(self, before_return: Callable[[ClusterStore], bool]) -> StoreGate:
+        self.patient = PatientGate(self.connect, before_return, self._probe_timeout_s)
+        self.gates.append(self.patient)
+        self.patient.open(LONG_S)
+        return self.patient
+
+    def fetch(self) -> Brought:
+        return self.worker.fetch(self.pool, self.ns, _move(["a"]), self.deadline_s)
+
+
+def test_a_load_that_was_promised_is_worth_a_probe_and_not_refused_for_an_outage_that_is_over() -> None:
+    rig = PatientRig()
+    rig.patient.report_broken()
+    brought = rig.fetch()
+    assert brought.is_held.all(), brought.error
+    rig.pool.release(brought.tickets)
+    assert rig.patient.counts().probes == 2
+    assert rig.worker.close()
+    rig.close()
+
+
+def test_a_load_from_a_dead_store_costs_one_probe_however_many_parts_it_has() -> None:
+    rig = PatientRig()
+    rig.patient.report_broken()
+    rig.cluster.is_down = True
+    for _ in range(10):
+        assert (rig.fetch().error or "").startswith("gone: ")
+    assert rig.patient.counts().probes == 2
+    rig.worker.close()
+    rig.close()
+
+
+def test_a_load_from_a_silent_store_waits_for_one_probe_s_time_however_many_parts_it_has() -> None:
+    rig = PatientRig(replace(TRAITS, recovers=True), probe_timeout_s=0.05)
+    rig.patient.report_broken()
+    rig.cluster.hang("probe")
+    for _ in range(10):
+        assert (rig.fetch().error or "").startswith("gone: ")
+    first_s, *others_s = rig.patient.waits_s
+    assert first_s <= rig.patient.limits.probe_timeout_s
+    assert max(others_s) <= 0.0
+    assert rig.pool.stats()["pinned"] == 0
+    rig.cluster.go_on()
+    rig.worker.close()
+    rig.close()
+
+
+def test_an_end_does_not_wait_for_a_load_that_waits_for_a_probe() -> None:
+    rig = PatientRig(replace(TRAITS, recovers=True))
+    rig.patient.report_broken()
+    rig.cluster.hang("probe")
+    with ThreadPoolExecutor(1) as threads:
+        fetch = threads.submit(rig.fetch)
+        rig.cluster.wait_hanging(1)
+        rig.patient.close(0.0)
+        assert (fetch.result(LONG_S / 3).error or "").startswith("gone: ")
+    rig.cluster.go_on()
+    assert rig.worker.close()
+    rig.close()
 
 
 def test_a_fetch_waits_for_the_store_to_take_memory_no_longer_than_for_anything_else(rig: Rig) -> None:

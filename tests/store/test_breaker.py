@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from umbp.store.breaker import Backoff, Breaker
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["fail", "stale", "probe fails", "probe well"]), st.floats(0, 40)), max_size=40
+    st.tuples(st.sampled_from(["fail", "stale", "hasten", "probe fails", "probe well"]), st.floats(0, 40)),
+    max_size=40,
 )
 
 
@@ -32,6 +33,9 @@ def test_a_breaker_keeps_its_bounds_in_any_order(steps: list[tuple[str, float]],
         elif step == "stale":
             assert not breaker.open(now_s, breaker.epoch - 1)
             assert breaker.is_open is was_open
+        elif step == "hasten":
+            was_due = breaker.is_due(now_s)
+            assert not breaker.hasten(now_s) or (was_open and not was_due and breaker.is_due(now_s))
         elif was_open and step == "probe fails":
             breaker.put_off(now_s)
         elif was_open:
@@ -54,6 +58,22 @@ def test_pauses_double_up_to_a_bound_and_start_anew_only_after_steady_times() ->
         breaker.close(now_s)
         now_s += well_s
     assert pauses == [1, 2, 4, 4, 1]
+
+
+def test_a_pause_is_cut_short_only_if_the_one_before_was_not() -> None:
+    breaker = Breaker(Backoff(first_s=1, most_s=4, steady_s=10, jitter=0), random.Random(1))
+    breaker.begin(0.0)
+    breaker.close(0.0)
+    breaker.open(20.0, breaker.epoch)
+    assert breaker.hasten(20.5)
+    assert not breaker.hasten(20.5)
+    breaker.put_off(20.5)
+    assert not breaker.hasten(22.4)
+    assert breaker.is_due(22.5)
+    breaker.close(22.5)
+    assert not breaker.hasten(22.5)
+    breaker.open(22.5, breaker.epoch)
+    assert breaker.hasten(22.5)
 
 
 def test_pauses_differ_between_engines() -> None:

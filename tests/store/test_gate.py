@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -308,6 +309,93 @@ def test_what_was_begun_before_the_breaker_opened_says_nothing_about_later(site:
     with pytest.raises(StoreUnavailable):
         old.result()
     assert gate.is_well
+
+
+def waiters(gate: StoreGate, count: int, timeout_s: float) -> list[Future[bool]]:
+    """So many threads that know better than the breaker."""
+    answers: list[Future[bool]] = [Future() for _ in range(count)]
+    for answer in answers:
+        threading.Thread(target=lambda each=answer: each.set_result(gate.wait_probed(timeout_s))).start()
+    return answers
+
+
+def test_whoever_knows_that_the_store_is_well_again_waits_for_a_probe_and_no_pause(site: Site) -> None:
+    gate = site.opened()
+    assert gate.wait_probed(0.0)
+    gate.report_broken()
+    assert gate.wait_probed(1.0)
+    assert gate.call(asks, 1.0) == [Outcome.MISS]
+    assert site.clock() == 0.0
+
+
+@pytest.mark.parametrize("is_down", [False, True])
+def test_many_that_know_it_at_once_wait_for_one_probe(site: Site, is_down: bool) -> None:
+    gate = site.opened()
+    before = gate.counts().probes
+    site.cluster.hang("probe")
+    gate.report_broken()
+    answers = waiters(gate, 8, 1.0)
+    site.cluster.wait_hanging(1)
+    site.cluster.is_down = is_down
+    site.cluster.go_on()
+    assert [answer.result(WAIT_S) for answer in answers] == [not is_down] * 8
+    assert gate.counts().probes == before + 1
+
+
+def test_a_dead_store_is_asked_twice_as_often_at_most_however_many_say_that_it_is_well(site: Site) -> None:
+    gate = site.opened()
+    before = gate.counts().probes
+    site.cluster.is_down = True
+    gate.report_broken()
+    for more, pause_s in ((1, 0.5), (3, 2.0), (5, 5.0)):
+        assert not any(gate.wait_probed(1.0) for _ in range(10))
+        assert gate.counts().probes == before + more
+        site.clock.advance(pause_s)
+        site.moved_until(lambda: gate.counts().probes == before + more + 1, 0.0)  # noqa: B023
+    site.cluster.is_down = False
+    assert gate.wait_probed(1.0)
+
+
+def test_a_probe_that_began_before_the_store_was_well_again_is_followed_by_one_at_once(site: Site) -> None:
+    gate = site.opened()
+    (store,) = site.cluster.stores
+    probe, under_way, fails = store.probe, threading.Event(), threading.Event()
+
+    def fail_late() -> bool:
+        store.probe = probe  # type: ignore[method-assign]
+        under_way.set()
+        return not fails.wait(WAIT_S)
+
+    store.probe = fail_late  # type: ignore[method-assign]
+    gate.report_broken()
+    site.clock.advance(EVEN.first_s)
+    assert under_way.wait(WAIT_S)
+    (answer,) = waiters(gate, 1, 1.0)
+    site.moved_until(lambda: site.clock.waiting == 2, 0.0)
+    fails.set()
+    assert answer.result(WAIT_S)
+
+
+def test_a_probe_that_takes_longer_is_not_waited_for(site: Site) -> None:
+    gate = site.opened()
+    site.cluster.hang("probe")
+    gate.report_broken()
+    (answer,) = waiters(gate, 1, 1.0)
+    site.cluster.wait_hanging(1)
+    site.clock.advance(1.0)
+    assert not answer.result(WAIT_S)
+    assert not gate.wait_probed(0.0)
+
+
+def test_a_close_ends_the_wait_for_a_probe(site: Site) -> None:
+    gate = site.opened()
+    site.cluster.hang("probe")
+    gate.report_broken()
+    (answer,) = waiters(gate, 1, 1.0)
+    site.cluster.wait_hanging(1)
+    gate.close(0.0)
+    assert not answer.result(WAIT_S)
+    assert not gate.wait_probed(1.0)
 
 
 def test_what_answers_half_of_the_time_is_asked_ever_more_rarely(site: Site) -> None:

@@ -85,6 +85,9 @@ class Caller:
             self._ledger.faults.append(repr(error))
 
     def _await_return(self) -> None:
+        if self._rng.random() < 0.5:
+            self._gate.wait_probed(0.01)
+            return
         with contextlib.suppress(StoreError):
             self._gate.open(0.01)
 

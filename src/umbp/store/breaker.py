@@ -40,6 +40,7 @@ class Breaker:
         self._closed_at_s = -math.inf
         self._opened_at_s: float | None = None
         self._open_before_s = 0.0
+        self._hasten_from_s = -math.inf
         self.is_open = True
         self.epoch = 0
         self.probe_at_s = -math.inf
@@ -64,6 +65,20 @@ class Breaker:
         spread = 1 + self._backoff.jitter * (2 * self._rng.random() - 1)
         self.probe_at_s = now_s + self._pause_s * spread
         self._pause_s = min(2 * self._pause_s, self._backoff.most_s)
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether a probe is to be made, or under way."""
+        return self.is_open and now_s >= self.probe_at_s
+
+    def hasten(self, now_s: float) -> bool:
+        """Somebody has reason to think that the store is well: the probe is due now; whether it wasn't yet.
+        Only once in a pause's time, so that probes come at most twice as often, however many ask for them.
+        """
+        if not self.is_open or not self._hasten_from_s <= now_s < self.probe_at_s:
+            return False
+        self.probe_at_s = now_s
+        self._hasten_from_s = now_s + self._pause_s
+        return True
 
     def close(self, now_s: float) -> None:
         """A probe went well."""

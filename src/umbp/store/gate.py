@@ -2,9 +2,9 @@
 
 The gate makes the store, opens it, and asks it on threads of its own, so that nobody waits longer than he
 said. After a failure a breaker keeps everybody away: calls are refused in microseconds, and the store is
-probed on a thread of its own until it is well. One whose probe hangs, or that stays broken, or that holds
-all threads, is given up for a fresh object. So many objects may be given up and still hold threads; beyond,
-the last one is waited for.
+probed on a thread of its own until it is well, at once where somebody has found that it is (`wait_probed`).
+One whose probe hangs, or that stays broken, or that holds all threads, is given up for a fresh object. So
+many objects may be given up and still hold threads; beyond, the last one is waited for.
 
 Threads: for each store object `most_threads` for calls and one for the rest, and one that watches the time.
 All are daemons; nothing here keeps an interpreter from exiting. Any thread may call the gate.
@@ -184,6 +184,17 @@ class StoreGate:
         with self._lock:
             self._keeper.fail(self._keeper.breaker.epoch, self._clock(), "what it answered shows it")
             self._broken += 1
+
+    def wait_probed(self, timeout_s: float) -> bool:
+        """Whether calls are let through. For whoever knows that somebody else has found the store well a
+        moment ago: where the breaker is open the store is probed at once, or when the probe under way has
+        failed, and that is waited for. False where it fails or takes longer, and without a wait where one
+        that was asked for has failed and its pause isn't over yet, or the gate is closed.
+        """
+        if self.is_well:
+            return True
+        with self._lock:
+            return self._keeper.wait_probed(timeout_s)
 
     @property
     def openings(self) -> int:

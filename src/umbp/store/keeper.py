@@ -100,6 +100,18 @@ class StoreKeeper:
                 raise StoreError(sentence) from self._failure
             self._clock.wait(self._changed, until_s)
 
+    def wait_probed(self, timeout_s: float) -> bool:
+        """Have the store asked now where the breaker is open, and wait for what that tells; see the gate."""
+        until_s = self._clock() + timeout_s
+        while not self.is_closed and (now_s := self._clock()) < until_s:
+            # The one that was under way may have failed for having begun before the store was well again.
+            if self.breaker.hasten(now_s):
+                self._wake()
+            if not self.breaker.is_due(now_s):
+                break
+            self._clock.wait(self._changed, until_s)
+        return self.usable() is not None
+
     def register(self, memory: Memory, timeout_s: float) -> None:
         """Remember memory, and tell the store that is usable of it, if any; see the gate. The store has its
         own time for it, however short the caller's is.
@@ -179,10 +191,8 @@ class StoreKeeper:
                 return math.inf
             self.breaker.put_off(now_s)
             self._replace("hangs")
-        if not self.breaker.is_open:
-            return math.inf
-        if now_s < self.breaker.probe_at_s:
-            return self.breaker.probe_at_s
+        if not self.breaker.is_due(now_s):
+            return self.breaker.probe_at_s if self.breaker.is_open else math.inf
         connection = self.current
         if connection is None:
             connection = self._connect()
@@ -198,6 +208,7 @@ class StoreKeeper:
         except StoreError as no_thread:
             self._failure = no_thread
             self.breaker.put_off(now_s)
+            self._changed.notify_all()
             self._news.still_away(now_s, str(no_thread))
             return self.breaker.probe_at_s
         return connection.task_until_s

@@ -16,6 +16,11 @@ class TickClock:
     def __call__(self) -> float:
         return self.now_s
 
+    @property
+    def waiting(self) -> int:
+        """Threads that wait on it at this moment."""
+        return len(self._waited_on)
+
     def advance(self, seconds: float) -> None:
         """Threads that wait for a time that comes with this go on."""
         self.now_s += seconds

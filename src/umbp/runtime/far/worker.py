@@ -90,7 +90,7 @@ class WorkerFar:
                 self._fetchers[pool] = fetcher
             fetcher = self._fetchers[pool]
         try:
-            if self._gate.is_well:
+            if self._gate.wait_probed(self._probed_until_s(deadline_s) - time.monotonic()):
                 self._registered.tell(pool, deadline_s - time.monotonic())
             brought = fetcher.bring(move, deadline_s)
         except StoreError as error:
@@ -101,6 +101,13 @@ class WorkerFar:
             reason = brought.error.partition(":")[0]
             self._counts.add("failed_fetch_objects", len(move.names) - held, reason)
         return brought
+
+    def _probed_until_s(self, deadline_s: float) -> float:
+        """How long a load may wait for a store that is left alone to be probed: it was promised, so the
+        scheduler found the store well a moment ago. All parts of a load together wait for one probe's time.
+        """
+        begun_s = deadline_s - self._timeout_s
+        return min(deadline_s, begun_s + self._gate.limits.probe_timeout_s)
 
     def offer(self, pool: Pool, names: Sequence[str]) -> None:
         if self._sends:
