@@ -797,6 +797,20 @@ def test_a_store_that_is_given_up_while_there_are_no_threads_comes_back_when_the
     assert gate.call(asks, 1.0) == [Outcome.MISS]
 
 
+def test_a_probe_that_finds_no_thread_is_waited_for_no_longer(site: Site, no_threads: NoThreads) -> None:
+    gate = site.opened(GateLimits(patience=1))
+    no_threads.ending = "-own"
+    site.cluster.is_down = True
+    gate.report_broken()
+    for _ in range(2):
+        (answer,) = waiters(gate, 1, 100.0)
+        assert not answer.result(WAIT_S)
+        site.clock.advance(0.5)
+    site.cluster.is_down = False
+    no_threads.ending = None
+    site.moved_until(lambda: gate.is_well)
+
+
 def test_a_call_that_finds_no_thread_is_served_when_one_comes(site: Site, no_threads: NoThreads) -> None:
     gate = site.opened()
     no_threads.ending = "-1"
