@@ -195,7 +195,7 @@ class FarWalk(Walk):
     def _damage(self) -> bool:
         for key in (some := self._some()):
             with contextlib.suppress(KeyError):
-                self.life.cluster.damage(key)
+                self.random.choice([self.life.cluster.damage, self.life.cluster.cut])(key)
         return bool(some)
 
     def _claim(self) -> bool:

@@ -91,7 +91,7 @@ def test_a_question_is_one_round_trip_a_batch(start: Start, cluster: MemoryClust
     assert sum(store.calls.count("exists") for store in cluster.stores[before:]) == 1
 
 
-@pytest.mark.parametrize("what", ["claimed", "damaged", "gone"])
+@pytest.mark.parametrize("what", ["claimed", "damaged", "cut", "gone"])
 def test_what_the_store_does_not_keep_as_it_said_is_computed(
     start: Start, cluster: MemoryCluster, what: str
 ) -> None:
@@ -101,6 +101,8 @@ def test_what_the_store_does_not_keep_as_it_said_is_computed(
     victim = list(cluster.objects)[3]
     if what == "damaged":
         cluster.damage(victim)
+    elif what == "cut":
+        cluster.cut(victim)
     else:
         del cluster.objects[victim]
         if what == "claimed":
@@ -110,6 +112,28 @@ def test_what_the_store_does_not_keep_as_it_said_is_computed(
     assert second.restored_tokens() == (3 if what == "gone" else 9) * BLOCK
     assert list(again.output_token_ids) == list(told.output_token_ids)
     second.check_drained()
+
+
+@pytest.mark.parametrize("what", ["damaged", "cut"])
+def test_what_is_damaged_costs_one_engine_one_computation(
+    start: Start, cluster: MemoryCluster, what: str
+) -> None:
+    """Scenario: an object of another length was promised to every engine, and failed it, for ever."""
+    first, node = start()
+    first.run(tokens(PROMPT))
+    node.flush()
+    spoil = cluster.damage if what == "damaged" else cluster.cut
+    spoil(list(cluster.objects)[3])
+    restored = []
+    for _ in range(3):
+        engine, node = start()
+        engine.run(tokens(PROMPT))
+        node.flush()
+        engine.run(tokens(1))
+        restored.append(engine.restored_tokens())
+        damaged = engine.stats.series.get("failed_fetch_objects|memory|damaged", 0)
+        assert damaged == (1 if len(restored) == 1 else 0)
+    assert restored == [9 * BLOCK, 10 * BLOCK, 10 * BLOCK]
 
 
 @pytest.mark.parametrize("verb", ["exists", "get", "put"])
@@ -393,7 +417,7 @@ def test_at_any_quiet_point_the_events_are_what_the_pools_have(
             engine.forget_prefixes()
         elif what == "lose":
             for key in rng.sample(list(cluster.objects), min(3, len(cluster.objects))):
-                rng.choice([cluster.damage, cluster.objects.pop])(key)
+                rng.choice([cluster.damage, cluster.cut, cluster.objects.pop])(key)
         else:
             assert engine.scheduler.reset_prefix_cache(reset_connector=True)
         engine.drain()

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
+from far_rig import LONG_S, SIZE, Rig, move_of
 from replaced_pools import ReplacedPools
 
 from umbp.data import (
@@ -38,82 +39,19 @@ from umbp.runtime.far.scheduler import Clearing
 from umbp.runtime.far.send import Sender
 from umbp.runtime.far.turns import Turns
 from umbp.runtime.far.worker import WorkerFar
-from umbp.runtime.moves import Move
 from umbp.runtime.pool_worker import PoolWorkerHandle
 from umbp.store.base import ClusterStore, Outcome, StoreError, StoreTraits
 from umbp.store.calls import Late, Verb
 from umbp.store.gate import Backoff, GateLimits, StoreGate
 from umbp.testing.clock import TickClock
-from umbp.testing.stores.memory import TRAITS, MemoryCluster, MemoryStore
+from umbp.testing.stores.memory import TRAITS
 from umbp.testing.tensors import FakeTensor
 from umbp.transfer import BlockRuns
 from umbp.transfer.engine import CopyEngine
 
 T = TypeVar("T")
 
-SIZE = 4096
 FIRST_RANK = RankTopology().local_namespace
-LONG_S = 30.0
-"""More than any of these tests takes."""
-
-
-class RigStore(MemoryStore):
-    """Tells when it has removed something, and may have no time for it at first."""
-
-    def __init__(self, cluster: MemoryCluster, removed: threading.Event, laters: int) -> None:
-        super().__init__(cluster)
-        self._removed = removed
-        self._laters = laters
-
-    def remove(self, keys: Sequence[str]) -> list[Outcome]:
-        if self._laters:
-            self._laters -= 1
-            return [Outcome.LATER] * len(keys)
-        outcomes = super().remove(keys)
-        self._removed.set()
-        return outcomes
-
-
-class Rig:
-    """A pool, and a cluster behind it."""
-
-    def __init__(self, traits: StoreTraits = TRAITS) -> None:
-        self.cluster = MemoryCluster(traits)
-        self.pool = Pool.create_memfd(1 << 20, slab_bytes=1 << 16, min_object_bytes=SIZE)
-        self.ns = self.pool.namespace("n")
-        self.removed = threading.Event()
-        self.laters = 0
-        """So many removals of a connection are not possible at first."""
-        self.gates: list[StoreGate] = []
-
-    def connect(self) -> MemoryStore:
-        self.cluster.stores.append(RigStore(self.cluster, self.removed, self.laters))
-        return self.cluster.stores[-1]
-
-    def gate(self, before_return: Callable[[ClusterStore], bool] | None = None) -> StoreGate:
-        self.gates.append(StoreGate("memory", self.connect, before_return=before_return))
-        self.gates[-1].open(LONG_S)
-        return self.gates[-1]
-
-    def far(self, timeout_s: float = LONG_S) -> WorkerFar:
-        return WorkerFar(self.gate, self.cluster.traits, timeout_s=timeout_s, has_checksums=True)
-
-    def put(self, names: Sequence[str], fill: int) -> None:
-        tickets, _ = self.pool.reserve(self.ns, names, SIZE)
-        for address in self.pool.payload(tickets)[0].tolist():
-            ctypes.memset(address, fill, SIZE)
-        self.pool.publish(tickets)
-
-    def clear(self) -> None:
-        """As a reset does: the pool, then the store."""
-        self.pool.clear(self.ns)
-        self.cluster.objects.clear()
-
-    def close(self) -> None:
-        self.cluster.go_on()
-        for gate in self.gates:
-            gate.close(1.0)
-        assert not self.cluster.misuses
 
 
 @pytest.fixture
@@ -446,7 +384,7 @@ class PatientRig(Rig):
         return self.patient
 
     def fetch(self) -> Brought:
-        return self.worker.fetch(self.pool, self.ns, _move(["a"]), self.deadline_s)
+        return self.worker.fetch(self.pool, self.ns, move_of(["a"]), self.deadline_s)
 
 
 def test_a_load_that_was_promised_is_worth_a_probe_and_not_refused_for_an_outage_that_is_over() -> None:
@@ -503,11 +441,11 @@ def test_an_end_does_not_wait_for_a_load_that_waits_for_a_probe() -> None:
 def test_a_fetch_waits_for_the_store_to_take_memory_no_longer_than_for_anything_else(rig: Rig) -> None:
     far = rig.far(timeout_s=0.05)
     rig.cluster.hang("register")
-    move = _move(["a"])
+    move = move_of(["a"])
     for _ in range(2):
         brought = far.fetch(rig.pool, rig.ns, move, far.deadline_s())
         assert not brought.is_held.any()
-        assert (brought.error or "").startswith("gone:")
+        assert (brought.error or "").startswith("busy:")
     rig.cluster.wait_hanging(1)
     assert rig.gates[0].counts().replaced == 0
     rig.cluster.go_on()
@@ -864,7 +802,7 @@ def test_gets_of_one_process_come_one_by_one_where_more_are_of_no_use(rig: Rig) 
     rig.cluster.hang("get")
     with ThreadPoolExecutor(4) as threads:
         deadline_s = far.deadline_s()
-        fetches = [threads.submit(far.fetch, rig.pool, rig.ns, _move([name]), deadline_s) for name in names]
+        fetches = [threads.submit(far.fetch, rig.pool, rig.ns, move_of([name]), deadline_s) for name in names]
         rig.cluster.wait_hanging(1)
         (store,) = rig.cluster.stores
         assert store.calls.count("get") == 1
@@ -914,14 +852,9 @@ def test_a_fetch_waits_a_moment_for_slots_that_others_need(rig: Rig, is_given_ba
         clock=lambda: now_s[0],
         pause=pause,
     )
-    brought = fetcher.bring(_move(["n"]), LONG_S)
+    brought = fetcher.bring(move_of(["n"]), LONG_S)
     assert brought.is_held.all() == is_given_back
     assert now_s[0] < (0.1 if is_given_back else 1.0)
     assert is_given_back or str(brought.error).startswith("full: ")
     rig.pool.release(brought.tickets[brought.is_held])
     assert far.close()
-
-
-def _move(names: Sequence[str]) -> Move:
-    runs = BlockRuns.from_columns([1 << 20], [SIZE], [SIZE], [0], len(names))
-    return Move(runs, names, range(len(names)), names)

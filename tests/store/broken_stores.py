@@ -14,6 +14,7 @@ from umbp.testing.stores.contract import StoreContract
 from umbp.testing.stores.memory import TRAITS, MemoryCluster, MemoryStore
 
 DONE, MISS, LATER, BROKEN = Outcome.DONE, Outcome.MISS, Outcome.LATER, Outcome.BROKEN
+DAMAGED = Outcome.DAMAGED
 
 
 class Broken(StoreContract):
@@ -117,6 +118,50 @@ class TestFillsWhatIsTooSmall(Broken):
                 return super()._get(key, address, size)
             ctypes.memmove(address, value, len(value))
             return DONE
+
+
+class TestMissesWhatHasAnotherSize(Broken):
+    class Store(MemoryStore):
+        def get(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[Outcome]:
+            return [MISS if each is DAMAGED else each for each in super().get(keys, addresses, sizes)]
+
+
+class TestTakesForDamagedWhatGoesMeanwhile(Broken):
+    class Store(MemoryStore):
+        has_found, has_gone, has_read = (threading.Event() for _ in range(3))
+
+        def remove(self, keys: Sequence[str]) -> list[Outcome]:
+            outcomes = super().remove(keys)
+            if self.has_found.is_set():
+                self.has_gone.set()
+                self.has_read.wait(0.2)
+            return outcomes
+
+        def _get(self, key: str, address: int, size: int) -> Outcome:
+            if key not in self.cluster.objects or threading.current_thread() is threading.main_thread():
+                return super()._get(key, address, size)
+            for each in (self.has_gone, self.has_read):
+                each.clear()
+            self.has_found.set()
+            self.has_gone.wait(0.001)
+            outcome = super()._get(key, address, size)
+            self.has_found.clear()
+            self.has_read.set()
+            return DAMAGED if outcome is MISS and not self._is_dead() else outcome
+
+
+class TestRemovesNothingThatHasAnotherSize(Broken):
+    class Store(MemoryStore):
+        odd: set[str] = set()  # noqa: RUF012 # of all connections
+
+        def _get(self, key: str, address: int, size: int) -> Outcome:
+            outcome = super()._get(key, address, size)
+            self.odd.update({key} if outcome is DAMAGED else ())
+            return outcome
+
+        def remove(self, keys: Sequence[str]) -> list[Outcome]:
+            outcomes = super().remove([key for key in keys if key not in self.odd])
+            return outcomes[:1] * len(keys) or [BROKEN if self._is_dead() else DONE for _ in keys]
 
 
 class TestGivesOtherBytes(Broken):

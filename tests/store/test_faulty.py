@@ -13,6 +13,7 @@ from umbp.testing.stores.memory import MemoryCluster
 from umbp.testing.stores.rig import GUARD, StoreRig
 
 DONE, MISS, LATER, BROKEN = Outcome.DONE, Outcome.MISS, Outcome.LATER, Outcome.BROKEN
+DAMAGED = Outcome.DAMAGED
 OBJECTS = {f"k{number}": bytes([number]) * 100 for number in range(20)}
 
 
@@ -94,6 +95,11 @@ def test_damage_is_one_byte_of_what_was_fetched() -> None:
     outcomes, (value,) = rig.get({"k1": 100})
     assert outcomes == [DONE]
     assert sum(a != b for a, b in zip(value, OBJECTS["k1"], strict=True)) == 1
+
+
+def test_an_odd_size_is_told_of_what_was_fetched_and_of_nothing_absent() -> None:
+    rig, _ = rig_of(Faults(odd_sizes=1.0), cluster=filled())
+    assert rig.get({"k1": 100, "absent": 100})[0] == [DAMAGED, MISS]
 
 
 def test_a_held_verb_waits_and_the_others_do_not() -> None:

@@ -32,6 +32,7 @@ from umbp.testing.stores.servers import MortalMooncake, start_node
 T = TypeVar("T")
 
 DONE, MISS, LATER, BROKEN = Outcome.DONE, Outcome.MISS, Outcome.LATER, Outcome.BROKEN
+DAMAGED = Outcome.DAMAGED
 MEMORY_BYTES = 48 << 20
 SILENCE_S = MooncakeSettings(master="a:1").timeout_ms / 1000
 ASK_S = 0.2
@@ -70,14 +71,20 @@ def test_every_code_is_an_outcome_and_an_unknown_one_is_broken() -> None:
     assert mooncake_codes.outcome_of_put(-600) is LATER, "a put never misses"
     assert mooncake_codes.outcome_of_put(-705) is DONE
     assert mooncake_codes.outcome_of_get(100, 100) is DONE
-    assert mooncake_codes.outcome_of_get(99, 100) is MISS
-    assert mooncake_codes.outcome_of_get(0, 100) is MISS
+    assert mooncake_codes.outcome_of_get(99, 100) is DAMAGED
+    assert mooncake_codes.outcome_of_get(0, 100) is DAMAGED
+    assert mooncake_codes.outcome_of_get(mooncake_codes.SPOILED, 100) is DAMAGED
+    assert mooncake_codes.outcome_of_get(mooncake_codes.UNFIT, 100) is MISS, "it may be our own fault"
+    assert mooncake_codes.outcome_of_unfit(101, 100) is DAMAGED
+    assert mooncake_codes.outcome_of_unfit(100, 100) is MISS
+    assert mooncake_codes.outcome_of_unfit(mooncake_codes.ABSENT, 100) is MISS
     assert mooncake_codes.outcome_of_get(-705, 100) is LATER, "only bytes are done"
     assert mooncake_codes.outcome_of_exists(-703) is MISS
     assert mooncake_codes.outcome_of_exists(-901) is BROKEN
     assert mooncake_codes.outcome_of_remove(-704) is DONE
     assert mooncake_codes.outcome_of_remove(-703) is LATER
     for code in mooncake_codes.OUTCOMES:
+        assert DAMAGED not in (mooncake_codes.outcome_of_put(code), mooncake_codes.outcome_of_remove(code))
         assert mooncake_codes.outcome_of_exists(code) in (DONE, MISS, BROKEN)
 
 

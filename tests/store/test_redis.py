@@ -18,6 +18,7 @@ from umbp.testing.stores.rig import StoreRig
 from umbp.testing.stores.servers import Server, start_redis
 
 DONE, MISS, LATER, BROKEN = Outcome.DONE, Outcome.MISS, Outcome.LATER, Outcome.BROKEN
+DAMAGED = Outcome.DAMAGED
 
 
 def port_of(server: Server) -> int:
@@ -52,11 +53,32 @@ def test_a_full_server_is_well_and_takes_nothing_now(rig: StoreRig) -> None:
     assert rig.store.probe()
 
 
-def test_what_is_not_an_object_is_a_miss(rig: StoreRig, small: Server) -> None:
+ODD = {
+    "empty": lambda client, key: client.set(key, b""),
+    "shorter": lambda client, key: client.set(key, b"x" * 999),
+    "longer": lambda client, key: client.set(key, b"x" * 1001),
+    "list": lambda client, key: client.rpush(key, "a", "b"),
+    "hash": lambda client, key: client.hset(key, "a", "b"),
+    "set": lambda client, key: client.sadd(key, "a"),
+    "sorted set": lambda client, key: client.zadd(key, {"a": 1}),
+    "stream": lambda client, key: client.xadd(key, {"a": "b"}),
+}
+"""What somebody else, or another program, may have left under a key."""
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_what_is_no_object_of_its_size_is_damaged_until_it_is_removed(
+    rig: StoreRig, small: Server, odd: str
+) -> None:
     redis = pytest.importorskip("redis")
     with redis.Redis(port=port_of(small), password="secret") as client:
-        client.rpush("list", "a", "b")
-    assert rig.get({"list": 10, "absent": 10})[0] == [MISS, MISS]
+        ODD[odd](client, "k")
+    whole = {"k": b"a" * 1000}
+    assert rig.put(whole) == rig.exists(["k"]) == [DONE]
+    assert rig.get({"absent": 1000, "k": 1000, "absent too": 1000})[0] == [MISS, DAMAGED, MISS]
+    assert rig.remove(["k"]) == [DONE]
+    assert rig.fetch(whole) == [MISS]
+    assert rig.put(whole) == rig.fetch(whole) == [DONE]
 
 
 def test_a_silent_server_costs_a_bounded_time_and_is_well_again_at_once(rig: StoreRig, small: Server) -> None:

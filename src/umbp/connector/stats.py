@@ -55,7 +55,7 @@ COUNTERS: dict[str, str] = {
     "fetched_bytes": "Bytes fetched from the cluster store into the pool, over all ranks.",
     "fetched_objects": "Objects fetched from the cluster store into the pool, over all ranks.",
     "failed_fetch_objects": "Objects that could not be fetched from the cluster store, over all ranks.",
-    "sent_bytes": "Bytes sent from the pool to the cluster store, over all ranks.",
+    "sent_bytes": "Bytes of the objects sent to the cluster store, or found there, over all ranks.",
     "sent_objects": "Objects sent from the pool to the cluster store, or found there, over all ranks.",
     "dropped_send_objects": "Objects that were not sent to the cluster store, over all ranks.",
     "store_failures": "Times that the cluster store was left alone after it had failed, over all processes.",

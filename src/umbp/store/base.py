@@ -26,7 +26,12 @@ class Outcome(StrEnum):
     DONE = "done"
     """Stored (by this call or before), fetched whole, or removed."""
     MISS = "miss"
-    """It isn't there, or isn't of this size."""
+    """It isn't there, or can't be read."""
+    DAMAGED = "damaged"
+    """Of a get alone: what is there isn't what was put, since it has another size, is of another kind, or the
+    store itself finds it spoiled. It is of no use to anybody, and puts leave it there: whoever hears of it
+    removes it.
+    """
     LATER = "later"
     """Not now: no room, too much at once, still being written or read. The store itself is well."""
     BROKEN = "broken"
@@ -113,8 +118,10 @@ class ClusterStore(Protocol):
         ...
 
     def get(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[Outcome]:
-        """Fetch each object into one contiguous range. `sizes` are the objects' own: one of another size is a
-        MISS. Where the outcome isn't DONE the range's bytes are undefined, and nothing beyond it is touched.
+        """Fetch each object into one contiguous range. `sizes` are the objects' own: one of another size,
+        larger, smaller or empty, is DAMAGED, and so is what is no object. One that isn't there, or comes or
+        goes meanwhile, never is. Where the outcome isn't DONE the range's bytes are undefined, and nothing
+        beyond it is touched.
         """
         ...
 

@@ -41,10 +41,13 @@ from umbp.store.mooncake_client import (
     setup_arguments,
 )
 from umbp.store.mooncake_codes import (
+    ABSENT,
+    UNFIT,
     outcome_of_exists,
     outcome_of_get,
     outcome_of_put,
     outcome_of_remove,
+    outcome_of_unfit,
 )
 from umbp.store.mooncake_settings import NAME, MooncakeSettings, read_mooncake_settings, require_room
 
@@ -165,7 +168,12 @@ class MooncakeStore:
             )
         finally:
             self._room.give_back(len(keys))
-        return [outcome_of_get(code, size) for code, size in zip(codes, sizes, strict=True)]
+        outcomes = [outcome_of_get(code, size) for code, size in zip(codes, sizes, strict=True)]
+        unfit = [place for place, code in enumerate(codes) if code == UNFIT]
+        found = self._codes(len(unfit), lambda client: _sizes(client, [keys[place] for place in unfit]))
+        for place, code in zip(unfit, found, strict=True):
+            outcomes[place] = outcome_of_unfit(code, sizes[place])
+        return outcomes
 
     def remove(self, keys: Sequence[str]) -> Sequence[Outcome]:
         codes = self._codes(len(keys), lambda client: client.batch_remove(list(keys), True))
@@ -274,6 +282,17 @@ class _Room:
         with self._freed:
             if not 0 <= self._taken <= self._most:
                 raise InvariantError(f"{self._taken} ranges of {self._most} are under way")
+
+
+def _sizes(client: Any, keys: Sequence[str]) -> Sequence[int]:
+    """The objects' sizes, or errors; there is no question for several. A master that doesn't answer one isn't
+    asked for the rest.
+    """
+    sizes: list[int] = []
+    for key in keys:
+        is_heard = not sizes or sizes[-1] >= 0 or sizes[-1] == ABSENT
+        sizes.append(client.get_size(key) if is_heard else sizes[-1])
+    return sizes
 
 
 _NO_CLIENT = -900

@@ -9,8 +9,11 @@ from __future__ import annotations
 from umbp.store.base import Outcome
 
 DONE, MISS, LATER, BROKEN = Outcome.DONE, Outcome.MISS, Outcome.LATER, Outcome.BROKEN
+DAMAGED = Outcome.DAMAGED
 
 ABSENT = -704
+UNFIT = -600
+SPOILED = -801
 
 OUTCOMES: dict[int, Outcome] = {
     0: DONE,
@@ -24,7 +27,7 @@ OUTCOMES: dict[int, Outcome] = {
     -300: BROKEN,  # versions differ
     -400: MISS,  # not a key
     -500: BROKEN,  # writing failed
-    -600: MISS,  # wrong arguments: the object is larger than the range, or the key is empty
+    UNFIT: MISS,  # wrong arguments: the object is larger than the range, or the key is empty
     -601: LATER,  # another client is at it
     -700: LATER,  # not a moment to write it
     -701: LATER,  # nor to read it
@@ -42,7 +45,7 @@ OUTCOMES: dict[int, Outcome] = {
     -713: LATER,  # the replica isn't in memory
     -714: LATER,  # the replica is in use
     -800: BROKEN,  # the transfer failed: the node that has it is dead or silent, or its queue is full
-    -801: MISS,  # its own checksum doesn't hold
+    SPOILED: MISS,  # its own checksum doesn't hold
     -900: BROKEN,  # no connection to the master
     -901: BROKEN,  # the master is silent
     -1010: BROKEN,  # the master is a standby
@@ -79,11 +82,20 @@ def outcome_of_put(code: int) -> Outcome:
 
 
 def outcome_of_get(code: int, size: int) -> Outcome:
-    """A get gives the object's size back. One that is smaller than the range was written to its start."""
+    """A get gives the object's size back. One that is smaller than the range was written to its start; of one
+    that is larger `UNFIT` is all that is said, which says as much of other calls: see `outcome_of_unfit`.
+    """
     if code >= 0:
-        return DONE if code == size else MISS
+        return DONE if code == size else DAMAGED
+    if code == SPOILED:
+        return DAMAGED
     outcome = outcome_of(code)
     return LATER if outcome is DONE else outcome
+
+
+def outcome_of_unfit(found: int, size: int) -> Outcome:
+    """Of a get that was `UNFIT`, when the object's size was asked for: its size, or an error."""
+    return DAMAGED if found >= 0 and found != size else MISS
 
 
 def outcome_of_exists(code: int) -> Outcome:

@@ -7,6 +7,8 @@ bounded by `timeout_ms`. A batch is one pipeline, so one round trip.
 - `GETRANGE` up to one byte more than the object has: what is longer shows, and isn't sent whole. The value
   comes as bytes and is copied into its range: the client offers no way to receive there. Puts hand the
   client a view of the range, which it sends as it is.
+- `GETRANGE` answers the same for what is empty and what is absent. Where it gave nothing a `GET` tells, by
+  itself: two commands would take for empty what came or went between them.
 - `SCAN` finds every key that is there from its beginning to its end, so that a prefix is gone afterwards.
 """
 
@@ -168,7 +170,7 @@ class RedisStore:
         client = self._connected()
         try:
             client.ping()
-        except (self._redis.RedisError, OSError) as error:
+        except (self._redis.RedisError, OSError, ValueError) as error:
             client.close()
             # What it refuses it would refuse again, and something else won't become a Redis.
             is_final = self._is_refusal(error) or isinstance(error, self._redis.exceptions.InvalidResponse)
@@ -209,12 +211,16 @@ class RedisStore:
         )
         outcomes = []
         for value, address, size in zip(answers, addresses, sizes, strict=True):
-            outcome = self._outcome(value, lambda value: _DONE)
+            outcome = self._outcome(value, _fetched)
             if outcome is _DONE and len(value) != size:
-                outcome = Outcome.MISS
+                outcome = Outcome.DAMAGED
             if outcome is _DONE:
                 ctypes.memmove(address, value, size)
             outcomes.append(outcome)
+        nothing = [place for place, outcome in enumerate(outcomes) if outcome is Outcome.MISS]
+        answers = self._ask(len(nothing), lambda pipe: [pipe.get(keys[place]) for place in nothing])
+        for place, value in zip(nothing, answers, strict=True):
+            outcomes[place] = self._outcome(value, _empty)
         return outcomes
 
     def remove(self, keys: Sequence[str]) -> Sequence[Outcome]:
@@ -275,8 +281,12 @@ class RedisStore:
             say(pipe)
             answers: Sequence[Any] = pipe.execute(raise_on_error=False)
         except (self._redis.RedisError, OSError, ValueError) as error:
-            # `ValueError`: the connection was taken away by `close`.
             return [error] * count
+        except Exception:
+            # A connection that `close` takes away in the middle breaks in ways of its own.
+            if not self._is_closed:
+                raise
+            return [_CLOSED] * count
         return answers if len(answers) == count else [_CLOSED] * count
 
     def _outcome(self, answer: Any, of_value: Callable[[Any], Outcome]) -> Outcome:
@@ -288,7 +298,7 @@ class RedisStore:
         if isinstance(answer, self._redis.OutOfMemoryError):
             return Outcome.LATER
         if isinstance(answer, self._redis.ResponseError) and "WRONGTYPE" in text:
-            return Outcome.MISS
+            return Outcome.DAMAGED
         if isinstance(answer, self._redis.ResponseError):
             self._tell(answer)
         return Outcome.BROKEN
@@ -369,6 +379,16 @@ def _done(value: Any) -> Outcome:
 
 def _found(value: Any) -> Outcome:
     return _DONE if value else Outcome.MISS
+
+
+def _fetched(value: Any) -> Outcome:
+    """Of an answer to `GETRANGE`, whatever its size."""
+    return _DONE if value else Outcome.MISS
+
+
+def _empty(value: Any) -> Outcome:
+    """Of a `GET` of what was empty or absent a moment ago; what is neither now has just been put."""
+    return Outcome.DAMAGED if value == b"" else Outcome.MISS
 
 
 def _scan(pipe: Any, cursor: int, pattern: str) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from umbp.runtime.far.turns import Turn, Turns
 from umbp.runtime.moves import Move
 from umbp.store import base
 from umbp.store.base import ClusterStore
-from umbp.store.gate import Call, StoreGate, StoreUnavailable
+from umbp.store.gate import Call, StoreGate, StoreUnavailable, Why
 
 OTHERS_S = 0.25
 """How long others are waited for, who may be fetching an object, or storing it, or need all slots at this
@@ -40,13 +40,37 @@ class Brought:
     tickets: Tickets
     is_held: npt.NDArray[np.bool_]
     """The caller gives these back."""
-    error: str | None = None
-    """Why the last of the others isn't there, beginning with a `LossReason`."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """Why each of the others isn't there, by row; each begins with a `LossReason`."""
 
     @classmethod
-    def nothing(cls, count: int, error: str) -> Brought:
-        """None of so many rows."""
-        return cls(np.zeros(count, dtype=np.uint64), np.zeros(count, dtype=np.bool_), error)
+    def nothing(cls, count: int, error: str | None = None) -> Brought:
+        """None of so many rows, all for one reason."""
+        brought = cls(np.zeros(count, dtype=np.uint64), np.zeros(count, dtype=np.bool_))
+        if error is not None:
+            brought.lost = dict.fromkeys(range(count), error)
+        return brought
+
+    @property
+    def error(self) -> str | None:
+        """Why the first of the others isn't there: without it those behind it are often of no use."""
+        return self.lost[min(self.lost)] if self.lost else None
+
+    def reasons(self) -> Mapping[str, int]:
+        """How many aren't there, for each `LossReason`."""
+        return Counter(why.partition(":")[0] for why in self.lost.values())
+
+    def hold(self, rows: Rows, tickets: Tickets) -> None:
+        """These are there."""
+        self.tickets[rows] = tickets
+        self.is_held[rows] = True
+        if self.lost:
+            for row in rows.tolist():
+                self.lost.pop(row, None)
+
+    def lose(self, rows: Rows, why: str) -> None:
+        """These are not, as it looks now."""
+        self.lost.update(dict.fromkeys(rows.tolist(), why))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +118,7 @@ class Fetcher:
         has not come by then is not there.
         """
         names = move.names
-        brought = Brought(np.zeros(len(names), dtype=np.uint64), np.zeros(len(names), dtype=np.bool_))
+        brought = Brought.nothing(len(names))
         rows: Rows = np.arange(len(names))
         pause_s = FIRST_PAUSE_S
         others_until_s = min(self._clock() + OTHERS_S, deadline_s)
@@ -108,14 +132,11 @@ class Fetcher:
                     others_until_s = min(self._clock() + OTHERS_S, deadline_s)
                     # Published by this fetch a moment ago, or by somebody before it could.
                     rows = self._hold(names, rows, brought)
-                    if len(rows):
-                        brought.error = f"{LossReason.ABSENT}: evicted as soon as it was fetched"
+                    brought.lose(rows, f"{LossReason.ABSENT}: evicted as soon as it was fetched")
                 if not len(others):
                     return brought
                 is_here = not self._fetching.isdisjoint(names[row] for row in others.tolist())
                 if self._clock() >= (deadline_s if is_here else others_until_s):
-                    if brought.error is None:
-                        brought.error = f"{LossReason.BUSY}: somebody else was still fetching or storing it"
                     return brought
                 self._pause(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -129,17 +150,16 @@ class Fetcher:
         doubtful = self._doubtful() if len(rows) else set()
         if not doubtful:
             return rows
-        left = [row for row in rows.tolist() if names[row] not in doubtful]
-        if len(left) < len(rows):
-            brought.error = f"{LossReason.CLEARED}: while it was being sent"
-        return np.array(left, dtype=np.intp)
+        is_doubtful = np.array([names[row] in doubtful for row in rows.tolist()], dtype=np.bool_)
+        brought.lose(rows[is_doubtful], f"{LossReason.CLEARED}: while it was being sent")
+        left: Rows = rows[~is_doubtful]
+        return left
 
     def _hold(self, names: Sequence[str], rows: Rows, brought: Brought) -> Rows:
         """Hold what is there; the rows that are not."""
         tickets, outcomes = self._pool.acquire([names[row] for row in rows.tolist()])
         is_hit = outcomes == Outcome.HIT
-        brought.tickets[rows[is_hit]] = tickets[is_hit]
-        brought.is_held[rows[is_hit]] = True
+        brought.hold(rows[is_hit], tickets[is_hit])
         missing: Rows = rows[~is_hit]
         return missing
 
@@ -162,34 +182,36 @@ class Fetcher:
             # One operation each, so that other threads see them whole.
             self._fetching.update(own)
             try:
-                is_published[mine], error = self._fetch(own, tickets[mine], deadline_s)
+                is_published[mine], lost = self._fetch(own, tickets[mine], deadline_s)
             finally:
                 self._fetching.difference_update(own)
-            brought.error = error or brought.error
-        is_full = outcomes == Outcome.FULL
-        is_others = is_full | (outcomes == Outcome.BUSY) | (outcomes == Outcome.NOT_NOW)
-        refused = np.flatnonzero(is_full | (~is_mine & ~is_others & (outcomes != Outcome.EXISTS)))
-        if len(refused):
-            brought.error = f"{LossReason.FULL}: no room ({Outcome(outcomes[refused[-1]]).name.lower()})"
-        return rows[is_published], rows[is_others]
+            brought.lost.update({int(rows[mine[place]]): why for place, why in lost.items()})
+        is_busy = (outcomes == Outcome.BUSY) | (outcomes == Outcome.NOT_NOW)
+        brought.lose(rows[is_busy], f"{LossReason.BUSY}: somebody else was still fetching or storing it")
+        is_refused = ~is_mine & ~is_busy & (outcomes != Outcome.EXISTS)
+        for outcome in set(outcomes[is_refused].tolist()):
+            why = f"{LossReason.FULL}: no room ({Outcome(outcome).name.lower()})"
+            brought.lose(rows[outcomes == outcome], why)
+        return rows[is_published], rows[is_busy | (outcomes == Outcome.FULL)]
 
     def _fetch(
         self, names: Sequence[str], tickets: Tickets, deadline_s: float
-    ) -> tuple[npt.NDArray[np.bool_], str | None]:
-        """Fill reserved slots and publish them; which of them are published. All tickets are given back,
-        those of a call that hangs as soon as it returns.
+    ) -> tuple[npt.NDArray[np.bool_], Mapping[int, str]]:
+        """Fill reserved slots and publish them; which of them are published, and why each of the others is
+        not. All tickets are given back, those of a call that hangs as soon as it returns.
         """
         addresses, lengths = self._pool.sealed_ranges(tickets)
         is_done = np.zeros(len(names), dtype=np.bool_)
         gets: deque[_Get] = deque()
-        error: str | None = None
+        lost: dict[int, str] = {}
         begun = 0
         try:
             for part in batches(lengths, self._traits):
                 turn = self._turns.line_up()
                 if not turn.wait(deadline_s - self._clock()):
                     turn.end()
-                    error = f"{LossReason.BUSY}: others were still fetching"
+                    why = f"{LossReason.BUSY}: others were still fetching"
+                    lost.update(dict.fromkeys(range(part.start, len(names)), why))
                     break
                 # While this one is under way, those that have come are checked.
                 begun = part.stop
@@ -199,27 +221,28 @@ class Fetcher:
                     )
                 )
                 if len(gets) > self._traits.calls_at_once:
-                    error = self._end(names, tickets, is_done, gets.popleft()) or error
+                    lost |= self._end(names, tickets, is_done, gets.popleft())
             while gets:
-                error = self._end(names, tickets, is_done, gets.popleft()) or error
+                lost |= self._end(names, tickets, is_done, gets.popleft())
         finally:
             for each in gets:
                 each.call.give_up()
             self._pool.abandon(tickets[begun:])
-        return is_done, error
+        return is_done, lost
 
     def _end(
         self, names: Sequence[str], tickets: Tickets, is_done: npt.NDArray[np.bool_], get: _Get
-    ) -> str | None:
+    ) -> Mapping[int, str]:
+        """Wait for a batch; note which of its objects are published, and say why the others are not."""
+        part = get.part
         try:
             outcomes = get.call.result()
         except StoreUnavailable as unavailable:
-            return f"{LossReason.GONE}: {unavailable}"
+            return dict.fromkeys(range(part.start, part.stop), why_unavailable(unavailable))
         finally:
             get.turn.end()
-        part = get.part
-        is_done[part], error = self._admit(names[part], tickets[part], outcomes)
-        return error
+        is_done[part], lost = self._admit(names[part], tickets[part], outcomes)
+        return {part.start + place: why for place, why in lost.items()}
 
     def _start(
         self,
@@ -248,30 +271,33 @@ class Fetcher:
 
     def _admit(
         self, names: Sequence[str], tickets: Tickets, outcomes: Sequence[base.Outcome]
-    ) -> tuple[npt.NDArray[np.bool_], str | None]:
-        """Publish what has come and is what it should be."""
-        has_come = np.array([outcome is base.Outcome.DONE for outcome in outcomes], dtype=np.bool_)
-        error = None
-        lost = [outcome for outcome in outcomes if outcome is not base.Outcome.DONE]
-        if lost:
-            error = f"{_REASONS[lost[-1]]}: the store answered {lost[-1]}"
-        rows = np.flatnonzero(has_come)
+    ) -> tuple[npt.NDArray[np.bool_], Mapping[int, str]]:
+        """Publish what has come and is what it should be; why the rest isn't published."""
+        lost = {
+            row: f"{_REASONS[outcome]}: the store answered {outcome}"
+            for row, outcome in enumerate(outcomes)
+            if outcome is not base.Outcome.DONE
+        }
+        damaged = [row for row in lost if outcomes[row] is base.Outcome.DAMAGED]
+        rows = np.array([row for row in range(len(names)) if row not in lost], dtype=np.intp)
         seals = self._pool.check_seal(
             tickets[rows], [names[row] for row in rows.tolist()], checksum=self._has_checksums
         )
         is_good = seals == SealStatus.OK
-        if not is_good.all():
-            damaged = [names[row] for row in rows[~is_good].tolist()]
-            error = f"{LossReason.DAMAGED}: {SealStatus(seals[~is_good][-1]).name.lower()}"
-            self._remove(damaged)
+        for row, seal in zip(rows[~is_good].tolist(), seals[~is_good].tolist(), strict=True):
+            damaged.append(row)
+            lost[row] = f"{LossReason.DAMAGED}: {SealStatus(seal).name.lower()}"
+        if damaged:
+            self._remove([names[row] for row in damaged])
         good = rows[is_good]
         published = np.zeros(len(names), dtype=np.bool_)
         published[good] = self._pool.publish(tickets[good]) == Outcome.PUBLISHED
-        if not published[good].all():
-            error = f"{LossReason.CLEARED}: while it was fetched"
+        lost.update(
+            dict.fromkeys(good[~published[good]].tolist(), f"{LossReason.CLEARED}: while it was fetched")
+        )
         self._pool.abandon(tickets[~published])
         self._counts.add("fetched_objects", int(published.sum()))
-        return published, error
+        return published, lost
 
     def _remove(self, names: Sequence[str]) -> None:
         """Make room for whole ones of what came damaged; nobody waits for it."""
@@ -282,9 +308,16 @@ REMOVE_TIMEOUT_S = 5.0
 
 _REASONS = {
     base.Outcome.MISS: LossReason.ABSENT,
+    base.Outcome.DAMAGED: LossReason.DAMAGED,
     base.Outcome.LATER: LossReason.BUSY,
     base.Outcome.BROKEN: LossReason.GONE,
 }
+
+
+def why_unavailable(unavailable: StoreUnavailable) -> str:
+    """Of a store that was too slow, or has too many callers, that it is busy; else that it is gone."""
+    is_late = unavailable.why in (Why.SILENT, Why.BUSY, Why.GIVEN_UP)
+    return f"{LossReason.BUSY if is_late else LossReason.GONE}: {unavailable}"
 
 
 def batches(lengths: npt.NDArray[np.uint64], traits: base.StoreTraits) -> Iterator[slice]:

@@ -175,4 +175,6 @@ def _copy(part: Missing, brought: Brought, mover: ObjectMover, fence: object) ->
         return
     part.moved.is_done[part.rows] = copied.is_done
     part.moved.copied_bytes[part.rows] = copied.copied_bytes
-    part.moved.error = copied.error if copied.absent is None else (brought.error or copied.error)
+    # What has come after all was lost to nobody, and what the pool lost by itself still is.
+    error = copied.error if copied.absent is None else (brought.error or copied.error)
+    part.moved.error = None if part.moved.is_done.all() else (error or part.moved.error)

@@ -11,13 +11,13 @@ from umbp.data import LossReason
 from umbp.pool import Pool
 from umbp.runtime.far.counts import FarCounts
 from umbp.runtime.far.debts import Debts
-from umbp.runtime.far.fetch import Brought, Fetcher
+from umbp.runtime.far.fetch import Brought, Fetcher, why_unavailable
 from umbp.runtime.far.registry import RegisteredPools
 from umbp.runtime.far.send import Sender
 from umbp.runtime.far.turns import Turns
 from umbp.runtime.moves import Move
 from umbp.store.base import ClusterStore, StoreError, StoreTraits
-from umbp.store.gate import StoreGate
+from umbp.store.gate import StoreGate, StoreUnavailable
 
 logger = logging.getLogger("vllm.umbp")
 
@@ -93,13 +93,13 @@ class WorkerFar:
             if self._gate.wait_probed(self._probed_until_s(deadline_s) - time.monotonic()):
                 self._registered.tell(pool, deadline_s - time.monotonic())
             brought = fetcher.bring(move, deadline_s)
+        except StoreUnavailable as unavailable:
+            brought = Brought.nothing(len(move.names), why_unavailable(unavailable))
         except StoreError as error:
             brought = Brought.nothing(len(move.names), f"{LossReason.GONE}: {error}")
-        held = int(brought.is_held.sum())
-        self._counts.add("fetched_bytes", held * move.runs.object_bytes)
-        if brought.error is not None:
-            reason = brought.error.partition(":")[0]
-            self._counts.add("failed_fetch_objects", len(move.names) - held, reason)
+        self._counts.add("fetched_bytes", int(brought.is_held.sum()) * move.runs.object_bytes)
+        for reason, count in brought.reasons().items():
+            self._counts.add("failed_fetch_objects", count, reason)
         return brought
 
     def _probed_until_s(self, deadline_s: float) -> float:

@@ -1,6 +1,6 @@
 """A store around a store, which fails as stores do: it misses what is there, has no room, breaks for a
-moment, leaves half an object in the range, tells lies about what exists, and holds calls until a test lets
-them go. What it does follows from its seed.
+moment, leaves half an object in the range, finds objects of other sizes, tells lies about what exists, and
+holds calls until a test lets them go. What it does follows from its seed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from random import Random
 from umbp.store.base import ClusterStore, Outcome, StoreTraits
 
 DONE, MISS, LATER, BROKEN = Outcome.DONE, Outcome.MISS, Outcome.LATER, Outcome.BROKEN
+DAMAGED = Outcome.DAMAGED
 
 HELD_S = 60.0
 """A test that holds a call for longer has failed."""
@@ -27,7 +28,7 @@ class Faults:
     misses: float = 0.0
     """A get finds nothing."""
     halves: float = 0.0
-    """A get that finds nothing has written half the range."""
+    """A get that isn't done has written half the range."""
     laters: float = 0.0
     """A put, get or removal isn't possible now."""
     lost_puts: float = 0.0
@@ -38,6 +39,8 @@ class Faults:
     """`exists` says the contrary."""
     damage: float = 0.0
     """A get is done, and a byte is wrong: what the contract rules out, and whoever reads must notice."""
+    odd_sizes: float = 0.0
+    """A get that is done says that it found another size, which the contract rules out."""
 
 
 class FaultyStore:
@@ -126,6 +129,8 @@ class FaultyStore:
                 outcomes[place] = MISS
             elif self._happens("laters"):
                 outcomes[place] = LATER
+            elif outcomes[place] is DONE and self._happens("odd_sizes"):
+                outcomes[place] = DAMAGED
             if outcomes[place] is not DONE and self._happens("halves"):
                 ctypes.memset(address, 0x5A, size // 2)
             if outcomes[place] is DONE and self._happens("damage"):

@@ -87,6 +87,10 @@ class MemoryCluster:
         value[len(value) // 2] ^= 0xFF
         self.objects[key] = bytes(value)
 
+    def cut(self, key: str) -> None:
+        """Leave the first half of an object, a byte at the least."""
+        self.objects[key] = self.objects[key][: max(len(self.objects[key]) // 2, 1)]
+
     def pass_through(self, verb: str) -> None:
         """What each call does first: it hangs where it is to."""
         with self._changed:
@@ -218,8 +222,10 @@ class MemoryStore:
         if self._is_dead() or not self._may_touch("get", address, size):
             return Outcome.BROKEN
         value = self.cluster.objects.get(key)
-        if value is None or len(value) != size:
+        if value is None:
             return Outcome.MISS
+        if len(value) != size:
+            return Outcome.DAMAGED
         ctypes.memmove(address, value, size)
         return Outcome.DONE
 

@@ -7,11 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from umbp.store.base import Outcome
 from umbp.testing.stores.rig import StoreRig
-from umbp.testing.stores.rules.support import DONE, MISS, StoreRules, pattern
+from umbp.testing.stores.rules.support import DAMAGED, DONE, MISS, StoreRules, pattern
 
 SIZES = (1, 2, 63, 64, 4095, 4096, 4097, 65_536, 65_537, 300_001, 1 << 20)
 ROUNDS = 8
+COMING = 4
+COMINGS = LOOKS = 20
 
 
 class ContentRules(StoreRules):
@@ -26,15 +29,30 @@ class ContentRules(StoreRules):
         self.expect(other.fetch(dict(reversed(objects.items()))), [DONE] * len(SIZES))
 
     @pytest.mark.parametrize("asked", [1, 999, 1001, 5000], ids="of {} bytes".format)
-    def test_an_object_of_another_size_is_a_miss(
+    def test_an_object_of_another_size_is_damaged(
         self, rig: StoreRig, other: StoreRig, name: str, asked: int
     ) -> None:
         rig.put({f"{name}odd": pattern(1, 1000), f"{name}right": pattern(2, 1000)})
         for each in (rig, other):
             outcomes, found = each.get({f"{name}odd": asked, f"{name}right": 1000})
             assert outcomes[0] is not DONE
-            self.expect(outcomes, [MISS, DONE])
+            self.expect(outcomes, [DAMAGED, DONE])
             assert outcomes[1] is not DONE or found[1] == pattern(2, 1000)
+
+    @pytest.mark.parametrize("found", [1, 999, 1001, 5000], ids="of {} bytes".format)
+    def test_what_is_damaged_stands_in_the_way_until_it_is_removed(
+        self, rig: StoreRig, other: StoreRig, name: str, found: int
+    ) -> None:
+        self.needs_certainty()
+        value = {f"{name}odd": pattern(1, 1000)}
+        rig.put({f"{name}odd": pattern(2, found)})
+        for _ in range(2):
+            assert other.put(value) == [DONE]
+            assert other.fetch(value) == [DAMAGED]
+        assert other.remove(list(value)) == [DONE]
+        assert other.fetch(value) == [MISS]
+        assert other.put(value) == [DONE]
+        assert rig.fetch(value) == other.fetch(value) == [DONE]
 
     @pytest.mark.parametrize("size", [1000, 10, 2000])
     def test_what_is_there_keeps_its_bytes_and_putting_it_again_is_done(
@@ -56,6 +74,34 @@ class ContentRules(StoreRules):
                 self.expect(other.fetch(objects), [DONE])
             self.expect(rig.remove([f"{name}a"]), [DONE])
 
+    def test_what_comes_and_goes_is_never_damaged(self, rig: StoreRig, other: StoreRig, name: str) -> None:
+        """One connection puts, fetches and removes; the other asks meanwhile, for what is absent too."""
+        objects = {f"{name}{number}": pattern(number, 1000) for number in range(COMING)}
+        sizes = {key: 1000 for each in objects for key in (each, f"{each}absent")}
+
+        rounds = 0
+
+        def ask() -> set[Outcome]:
+            outcomes: set[Outcome] = set()
+            looks = 0
+            while (looks < LOOKS or rounds < COMINGS) and not is_over.is_set():
+                outcomes.update(other.get(sizes)[0])
+                looks += 1
+            return outcomes
+
+        is_over = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            asking = pool.submit(ask)
+            try:
+                while not asking.done():
+                    rig.put(objects)
+                    rig.fetch(objects)
+                    rig.remove(list(objects))
+                    rounds += 1
+            finally:
+                is_over.set()
+            assert DAMAGED not in asking.result()
+
     def test_nobody_ever_reads_half_an_object(self, rig: StoreRig, other: StoreRig, name: str) -> None:
         """One connection puts large objects; the other asks for them meanwhile, and gets all or nothing."""
         objects = {f"{name}{number}": pattern(number, 2 << 20) for number in range(ROUNDS)}
@@ -64,7 +110,7 @@ class ContentRules(StoreRules):
         def ask() -> None:
             while not is_put.is_set():
                 for key, value in objects.items():
-                    other.fetch({key: value})
+                    assert other.fetch({key: value}) != [DAMAGED]
 
         with ThreadPoolExecutor(1) as pool:
             asking = pool.submit(ask)

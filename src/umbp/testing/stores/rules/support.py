@@ -16,6 +16,7 @@ _numbers = count()
 _run = uuid4().hex[:12]
 
 DONE, MISS, LATER, BROKEN = Outcome.DONE, Outcome.MISS, Outcome.LATER, Outcome.BROKEN
+DAMAGED = Outcome.DAMAGED
 
 SLACK_BYTES = 2 << 20
 
