@@ -170,7 +170,7 @@ class RedisStore:
         client = self._connected()
         try:
             client.ping()
-        except (self._redis.RedisError, OSError, ValueError) as error:
+        except (self._redis.RedisError, OSError) as error:
             client.close()
             # What it refuses it would refuse again, and something else won't become a Redis.
             is_final = self._is_refusal(error) or isinstance(error, self._redis.exceptions.InvalidResponse)
