@@ -128,26 +128,16 @@ class TestMissesWhatHasAnotherSize(Broken):
 
 class TestTakesForDamagedWhatGoesMeanwhile(Broken):
     class Store(MemoryStore):
-        has_found, has_gone, has_read = (threading.Event() for _ in range(3))
+        gone: set[str] = set()  # noqa: RUF012 # of all connections
 
         def remove(self, keys: Sequence[str]) -> list[Outcome]:
-            outcomes = super().remove(keys)
-            if self.has_found.is_set():
-                self.has_gone.set()
-                self.has_read.wait(0.2)
-            return outcomes
+            self.gone.update(keys)
+            return super().remove(keys)
 
         def _get(self, key: str, address: int, size: int) -> Outcome:
-            if key not in self.cluster.objects or threading.current_thread() is threading.main_thread():
-                return super()._get(key, address, size)
-            for each in (self.has_gone, self.has_read):
-                each.clear()
-            self.has_found.set()
-            self.has_gone.wait(0.001)
             outcome = super()._get(key, address, size)
-            self.has_found.clear()
-            self.has_read.set()
-            return DAMAGED if outcome is MISS and not self._is_dead() else outcome
+            is_beside = threading.current_thread() is not threading.main_thread()
+            return DAMAGED if outcome is MISS and is_beside and key in self.gone else outcome
 
 
 class TestRemovesNothingThatHasAnotherSize(Broken):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,7 +15,10 @@ from umbp.testing.stores.rules.support import DAMAGED, DONE, MISS, StoreRules, p
 SIZES = (1, 2, 63, 64, 4095, 4096, 4097, 65_536, 65_537, 300_001, 1 << 20)
 ROUNDS = 8
 COMING = 4
-COMINGS = LOOKS = 20
+COMINGS = 20
+LOOKS = 3
+START_S = 60.0
+"""A test whose other thread isn't there for longer has failed."""
 
 
 class ContentRules(StoreRules):
@@ -75,31 +79,32 @@ class ContentRules(StoreRules):
             self.expect(rig.remove([f"{name}a"]), [DONE])
 
     def test_what_comes_and_goes_is_never_damaged(self, rig: StoreRig, other: StoreRig, name: str) -> None:
-        """One connection puts, fetches and removes; the other asks meanwhile, for what is absent too."""
+        """One connection puts and removes; the other asks beside each change, for what is absent too."""
         objects = {f"{name}{number}": pattern(number, 1000) for number in range(COMING)}
         sizes = {key: 1000 for each in objects for key in (each, f"{each}absent")}
+        changes = (lambda: rig.put(objects), lambda: rig.remove(list(objects)))
+        start = threading.Barrier(2)
 
-        rounds = 0
+        def beside(act: Callable[[], object]) -> None:
+            """Do it when the other one begins, or leave nobody waiting."""
+            start.wait(START_S)
+            try:
+                act()
+            except BaseException:
+                start.abort()
+                raise
 
         def ask() -> set[Outcome]:
             outcomes: set[Outcome] = set()
-            looks = 0
-            while (looks < LOOKS or rounds < COMINGS) and not is_over.is_set():
-                outcomes.update(other.get(sizes)[0])
-                looks += 1
+            for _ in range(COMINGS * len(changes)):
+                beside(lambda: [outcomes.update(other.get(sizes)[0]) for _ in range(LOOKS)])
             return outcomes
 
-        is_over = threading.Event()
         with ThreadPoolExecutor(1) as pool:
             asking = pool.submit(ask)
-            try:
-                while not asking.done():
-                    rig.put(objects)
-                    rig.fetch(objects)
-                    rig.remove(list(objects))
-                    rounds += 1
-            finally:
-                is_over.set()
+            for _ in range(COMINGS):
+                for change in changes:
+                    beside(change)
             assert DAMAGED not in asking.result()
 
     def test_nobody_ever_reads_half_an_object(self, rig: StoreRig, other: StoreRig, name: str) -> None:
