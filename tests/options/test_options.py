@@ -310,10 +310,12 @@ def test_a_misspelt_choice_is_refused_with_the_right_one() -> None:
     ],
 )
 def test_a_mode_that_there_is_not_is_told_before_all_else_and_alone(beside: dict[str, object]) -> None:
-    known = "known here: embedded, standalone, distributed, mine, of-a-plug-in"
     for extra in ({"mode": "distribted", **beside}, {**beside, "mode": "distribted"}):
-        assert refused(extra) == f"unknown mode 'distribted'; did you mean 'distributed'? {known}"
-    assert refused({"mode": "zzz", **beside}) == f"unknown mode 'zzz'; {known}"
+        told, _, known = refused(extra).partition(" known here: ")
+        assert told == "unknown mode 'distribted'; did you mean 'distributed'?"
+        # Others may be installed here.
+        assert set(known.split(", ")) >= {"embedded", "standalone", "distributed", "mine", "of-a-plug-in"}
+    assert refused({"mode": "zzz", **beside}).startswith("unknown mode 'zzz'; known here: ")
     assert refused({"mode": "of-a-plugin", **beside}).startswith(
         "unknown mode 'of-a-plugin'; did you mean 'of-a-plug-in'?"
     )
