@@ -251,6 +251,9 @@ def test_without_the_master_engines_serve_on_and_hits_return_when_it_is_back(
         check_restored(second, prompts[2:], cold[2:])
     for engine in (first, second):
         assert_nothing_is_held(engine)
+    told = second.log.read_text(errors="replace")
+    assert "UMBP: the store 'mooncake' can't be used at the moment" in told
+    assert "UMBP: the store 'mooncake' can be used again, after " in told
 
 
 def assert_nothing_is_held(engine: EngineProcess) -> None:
