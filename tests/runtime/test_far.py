@@ -599,12 +599,8 @@ def test_a_checksum_that_comes_with_the_copy_tells_of_damage_before_an_object_we
     worker.close()
 
 
-@pytest.mark.parametrize(("refused", "loaded"), [("umbp-fetch_1", 4), ("umbp-fetch_", 0)])
-def test_a_load_does_with_the_threads_that_the_system_has(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, refused: str, loaded: int
-) -> None:
-    """A pool of threads keeps what it couldn't start one for, and does it when the load is over."""
-    monkeypatch.setattr("umbp.runtime.pool_worker.TURN_BYTES", SIZE)
+def worker_with_far_objects(rig: Rig) -> tuple[PoolWorkerHandle, list[BlockTransferPlan]]:
+    """A worker, and what it can load from the store alone."""
     far, keeper = rig.far(), ReplacedPools()
     worker = PoolWorkerHandle(OPTIONS, LAYOUT, keeper, far=far)
     worker.register_buffers({"layer": FakeTensor.zeros((8, SIZE))})
@@ -612,6 +608,16 @@ def test_a_load_does_with_the_threads_that_the_system_has(
     worker.publish(worker.wait(worker.store(plans)))
     assert far.flush(LONG_S)
     keeper.pool.clear(keeper.pool.namespace("n"))
+    return worker, plans
+
+
+@pytest.mark.parametrize(("refused", "loaded"), [("umbp-fetch_1", 4), ("umbp-fetch_", 0)])
+def test_a_load_does_with_the_threads_that_the_system_has(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, refused: str, loaded: int
+) -> None:
+    """A pool of threads keeps what it couldn't start one for, and does it when the load is over."""
+    monkeypatch.setattr("umbp.runtime.pool_worker.TURN_BYTES", SIZE)
+    worker, plans = worker_with_far_objects(rig)
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -672,13 +678,7 @@ def test_a_load_ends_with_its_last_thread_whenever_others_are_refused(
         else LastThread(lambda thread: thread.join(LONG_S), refuses_all=False)
     )
     monkeypatch.setattr("umbp.runtime.far.loads.ThreadPoolExecutor", lambda *_: threads)
-    far, keeper = rig.far(), ReplacedPools()
-    worker = PoolWorkerHandle(OPTIONS, LAYOUT, keeper, far=far)
-    worker.register_buffers({"layer": FakeTensor.zeros((8, SIZE))})
-    plans = [plan_of(number) for number in range(4)]
-    worker.publish(worker.wait(worker.store(plans)))
-    assert far.flush(LONG_S)
-    keeper.pool.clear(keeper.pool.namespace("n"))
+    worker, plans = worker_with_far_objects(rig)
     if is_under_way:
         rig.cluster.hang("get")
     job = worker.load(plans)
