@@ -147,6 +147,7 @@ class EngineSpec:
             VLLM_ENABLE_V1_MULTIPROCESSING="0" if self.is_in_process else "1",
             VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # functions go to workers by collective_rpc
             VLLM_NO_USAGE_STATS="1",
+            VLLM_LOGGING_LEVEL="INFO",  # other tests quieten theirs
             # Compiling costs 15 s. Nothing is compiled, not even for a pipeline, which is not eager.
             TORCHDYNAMO_DISABLE="1",
             VLLM_USE_AOT_COMPILE="0",

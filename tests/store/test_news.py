@@ -11,7 +11,7 @@ from umbp.store.news import QUIET_S, StoreNews
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, logger="vllm.umbp")
+    caplog.set_level(logging.WARNING, logger="vllm.umbp")
     return caplog
 
 

@@ -95,7 +95,7 @@ def test_the_log_tells_why_a_server_cannot_be_used_any_more_and_that_it_can(
     small: Server, password: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     redis = pytest.importorskip("redis")
-    caplog.set_level(logging.INFO, logger="vllm.umbp")
+    caplog.set_level(logging.WARNING, logger="vllm.umbp")
     returns = threading.Semaphore(0)
     gate = StoreGate("redis", lambda: RedisStore(RedisSettings(port=port_of(small))))
     gate.on_return(returns.release)

@@ -45,7 +45,8 @@ class StoreNews:
         """It can be used, from now on or once more."""
         if self._why is not None and self._away_since_s is not None:
             away_s = now_s - self._away_since_s
-            logger.info("UMBP: the store %r can be used again, after %.1f s", self._name, away_s)
+            # Whoever was told that it is away is told of this as well, however little he wants to read.
+            logger.warning("UMBP: the store %r can be used again, after %.1f s", self._name, away_s)
         self._away_since_s = None
         self._why = None
 
