@@ -1,8 +1,5 @@
 #include "bindings/seals.hpp"
 
-#include "bindings/columns.hpp"
-#include "copy/seal.hpp"
-
 namespace nb = nanobind;
 using namespace nb::literals;
 using namespace umbp;
@@ -14,14 +11,8 @@ using Verb = void (*)(const Pool&, std::span<const u64>, std::span<const std::st
 
 template <Verb verb>
 U8Array statuses_by(const Pool& pool, const Column<u64>& tickets, nb::handle keys, bool checksum) {
-  const Texts texts(keys, false);
-  const size_t count = tickets.shape(0);
-  if (texts.views.size() != count) throw ConfigError("tickets and keys have unequal lengths");
-  SealStatus* statuses = new SealStatus[count];
-  U8Array result = array_of(reinterpret_cast<u8*>(statuses), {count});
-  nb::gil_scoped_release release;
-  verb(pool, span_of(tickets), texts.views, checksum, statuses);
-  return result;
+  return seal_statuses(tickets, keys,
+                       [&](auto t, auto k, SealStatus* statuses) { verb(pool, t, k, checksum, statuses); });
 }
 
 }  // namespace

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <bit>
 #include <cstddef>
+#include <exception>
+#include <mutex>
 
 #include "copy/checksum.hpp"
 #include "pool/objects.hpp"
@@ -17,6 +19,7 @@ constexpr u64 kSealMagic = 0x4c41455350424d55ull;  // "UMBPSEAL"
 constexpr u32 kSealVersion = 1;
 constexpr u32 kHasChecksum = 1;
 constexpr u64 kNoSeed = 0;
+constexpr u64 kShareBytes = 1u << 20;
 
 u64 checksum_of_seal(const Seal& seal) {
   return checksum_of(&seal, offsetof(Seal, checksum));
@@ -101,6 +104,12 @@ class Seals {
     return SealStatus::ok;
   }
 
+  // How many objects like the first a thread takes at a time.
+  std::size_t share(std::span<const u64> tickets) const {
+    Held held;
+    return tickets.empty() || !find(tickets[0], held) ? 1 : std::max<u64>(1, kShareBytes / held.length);
+  }
+
   // Had this process been taken for dead meanwhile, its slots may have got other objects.
   void finish(SealStatus* statuses, std::size_t count) const {
     ordered();
@@ -138,6 +147,25 @@ void check_seals(const Pool& pool, std::span<const u64> tickets, std::span<const
   auto segment = pool.segment();
   const Seals seals(*segment);
   for (std::size_t i = 0; i < tickets.size(); i++) statuses[i] = seals.check(tickets[i], keys[i], checksum);
+  seals.finish(statuses, tickets.size());
+}
+
+void check_seals_by(Team& team, const Pool& pool, std::span<const u64> tickets,
+                    std::span<const std::string_view> keys, bool checksum, SealStatus* statuses) {
+  if (!checksum) return check_seals(pool, tickets, keys, checksum, statuses);
+  auto segment = pool.segment();
+  const Seals seals(*segment);
+  std::mutex mutex;
+  std::exception_ptr damage;
+  team.run(tickets.size(), seals.share(tickets), [&](std::size_t begin, std::size_t end) {
+    try {
+      for (std::size_t i = begin; i < end; i++) statuses[i] = seals.check(tickets[i], keys[i], checksum);
+    } catch (...) {
+      std::lock_guard<std::mutex> guard(mutex);
+      damage = std::current_exception();
+    }
+  });
+  if (damage) std::rethrow_exception(damage);
   seals.finish(statuses, tickets.size());
 }
 

@@ -9,6 +9,7 @@
 #include <span>
 #include <string_view>
 
+#include "copy/team.hpp"
 #include "pool/pool.hpp"
 
 namespace umbp {
@@ -43,6 +44,9 @@ void seal_objects(const Pool& pool, std::span<const u64> tickets, std::span<cons
 // to its trailer: it counts as stored with one.
 void check_seals(const Pool& pool, std::span<const u64> tickets, std::span<const std::string_view> keys,
                  bool checksum, SealStatus* statuses);
+// The same, where payloads have to be read by the whole team.
+void check_seals_by(Team& team, const Pool& pool, std::span<const u64> tickets,
+                    std::span<const std::string_view> keys, bool checksum, SealStatus* statuses);
 
 // Where payload and seal lie as one range; 0 for what isn't held.
 void sealed_ranges(const Pool& pool, std::span<const u64> tickets, u64* addresses, u64* lengths);

@@ -847,7 +847,7 @@ def test_a_fetch_waits_a_moment_for_slots_that_others_need(rig: Rig, is_given_ba
 
     gate, counts = rig.gates[0], FarCounts("memory")
     fetcher = Fetcher(
-        *(gate, TRAITS, Turns(1), rig.pool, rig.ns, counts),
+        *(gate, TRAITS, Turns(1), rig.pool, rig.ns, counts, CopyEngine(1)),
         has_checksums=True,
         clock=lambda: now_s[0],
         pause=pause,

@@ -35,6 +35,7 @@ from umbp.runtime.pool_worker import PoolWorkerHandle
 from umbp.store import base
 from umbp.store.base import ClusterStore
 from umbp.store.gate import StoreGate
+from umbp.transfer import CopyEngine
 from umbp.store.mooncake import MooncakeStore
 from umbp.store.mooncake_settings import MooncakeSettings
 from umbp.store.redis import RedisSettings, RedisStore
@@ -272,7 +273,7 @@ def test_what_others_are_at_is_told_from_what_is_absent_or_from_before_a_clear(
             rig.pool.publish(theirs)
 
     fetcher = Fetcher(
-        *(rig.gates[0], TRAITS, Turns(1), rig.pool, rig.ns, FarCounts("memory")),
+        *(rig.gates[0], TRAITS, Turns(1), rig.pool, rig.ns, FarCounts("memory"), CopyEngine(1)),
         has_checksums=True,
         doubtful=lambda: {"doubtful"},
         clock=lambda: now_s[0],

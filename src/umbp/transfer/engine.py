@@ -131,6 +131,12 @@ class CopyEngine:
         untouched."""
         return self._native.load(runs.native, _blocks(block_ids), pool.native, _tickets(tickets), checksum)
 
+    def check_seal(
+        self, pool: Pool, tickets: npt.ArrayLike, keys: Sequence[str], *, checksum: bool = True
+    ) -> npt.NDArray[np.uint8]:
+        """`Pool.check_seal`, by all threads where payloads have to be read."""
+        return self._native.check_seal(pool.native, _tickets(tickets), keys, checksum)
+
     def open_stores(
         self, runs: BlockRuns, block_ids: npt.ArrayLike, pool: Pool, tickets: npt.ArrayLike
     ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64]]:

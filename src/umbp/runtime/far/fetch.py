@@ -21,6 +21,7 @@ from umbp.runtime.moves import Move
 from umbp.store import base
 from umbp.store.base import ClusterStore
 from umbp.store.gate import Call, StoreGate, StoreUnavailable, Why
+from umbp.transfer import CopyEngine
 
 OTHERS_S = 0.25
 """How long others are waited for, who may be fetching an object, or storing it, or need all slots at this
@@ -84,7 +85,7 @@ class _Get:
 
 class Fetcher:
     """Brings objects of one namespace into one pool. Threads may call it side by side, for the same names
-    too: one of them fetches, the others wait for it.
+    too: one of them fetches, the others wait for it. What has come is checked by all threads of the engine.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Fetcher:
         pool: Pool,
         namespace_id: int,
         counts: FarCounts,
+        engine: CopyEngine,
         *,
         has_checksums: bool,
         doubtful: Callable[[], set[str]] = set,
@@ -107,6 +109,7 @@ class Fetcher:
         self._pool = pool
         self._namespace_id = namespace_id
         self._counts = counts
+        self._engine = engine
         self._has_checksums = has_checksums
         self._doubtful = doubtful
         self._fetching: set[str] = set()
@@ -157,7 +160,7 @@ class Fetcher:
 
     def _hold(self, names: Sequence[str], rows: Rows, brought: Brought) -> Rows:
         """Hold what is there; the rows that are not."""
-        tickets, outcomes = self._pool.acquire([names[row] for row in rows.tolist()])
+        tickets, outcomes = self._pool.acquire(_picked(names, rows))
         is_hit = outcomes == Outcome.HIT
         brought.hold(rows[is_hit], tickets[is_hit])
         missing: Rows = rows[~is_hit]
@@ -169,7 +172,7 @@ class Fetcher:
         """The rows that are published now, and those that others are at or that find no room for others'; the
         rest is lost.
         """
-        part = move.only(rows.tolist())
+        part = move if len(rows) == len(move.names) else move.only(rows.tolist())
         wanted = part.names
         tickets, outcomes = self._pool.reserve(
             self._namespace_id, wanted, part.runs.object_bytes, part.parent_names, part.tokens
@@ -178,7 +181,7 @@ class Fetcher:
         is_published = outcomes == Outcome.EXISTS
         if is_mine.any():
             mine = np.flatnonzero(is_mine)
-            own = [wanted[row] for row in mine.tolist()]
+            own = _picked(wanted, mine)
             # One operation each, so that other threads see them whole.
             self._fetching.update(own)
             try:
@@ -273,15 +276,15 @@ class Fetcher:
         self, names: Sequence[str], tickets: Tickets, outcomes: Sequence[base.Outcome]
     ) -> tuple[npt.NDArray[np.bool_], Mapping[int, str]]:
         """Publish what has come and is what it should be; why the rest isn't published."""
+        has_come = np.array([outcome is base.Outcome.DONE for outcome in outcomes], dtype=np.bool_)
         lost = {
-            row: f"{_REASONS[outcome]}: the store answered {outcome}"
-            for row, outcome in enumerate(outcomes)
-            if outcome is not base.Outcome.DONE
+            row: f"{_REASONS[outcomes[row]]}: the store answered {outcomes[row]}"
+            for row in np.flatnonzero(~has_come).tolist()
         }
         damaged = [row for row in lost if outcomes[row] is base.Outcome.DAMAGED]
-        rows = np.array([row for row in range(len(names)) if row not in lost], dtype=np.intp)
-        seals = self._pool.check_seal(
-            tickets[rows], [names[row] for row in rows.tolist()], checksum=self._has_checksums
+        rows = np.flatnonzero(has_come)
+        seals = self._engine.check_seal(
+            self._pool, tickets[rows], _picked(names, rows), checksum=self._has_checksums
         )
         is_good = seals == SealStatus.OK
         for row, seal in zip(rows[~is_good].tolist(), seals[~is_good].tolist(), strict=True):
@@ -318,6 +321,11 @@ def why_unavailable(unavailable: StoreUnavailable) -> str:
     """Of a store that was too slow, or has too many callers, that it is busy; else that it is gone."""
     is_late = unavailable.why in (Why.SILENT, Why.BUSY, Why.GIVEN_UP)
     return f"{LossReason.BUSY if is_late else LossReason.GONE}: {unavailable}"
+
+
+def _picked(names: Sequence[str], rows: Rows) -> Sequence[str]:
+    """Those of these rows, which are in order and each once: mostly all."""
+    return names if len(rows) == len(names) else [names[row] for row in rows.tolist()]
 
 
 def batches(lengths: npt.NDArray[np.uint64], traits: base.StoreTraits) -> Iterator[slice]:

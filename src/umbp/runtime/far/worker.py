@@ -18,6 +18,8 @@ from umbp.runtime.far.turns import Turns
 from umbp.runtime.moves import Move
 from umbp.store.base import ClusterStore, StoreError, StoreTraits
 from umbp.store.gate import StoreGate, StoreUnavailable
+from umbp.transfer import CopyEngine
+from umbp.transfer.cores import free_cores
 
 logger = logging.getLogger("vllm.umbp")
 
@@ -39,9 +41,10 @@ class WorkerFar:
         timeout_s: float,
         has_checksums: bool,
         sends: bool = True,
+        threads: int = 1,
     ) -> None:
         """`open_gate` takes what is to be done before the store is used again after a failure; `sends` is
-        false where another rank sends the same objects under the same names.
+        false where another rank sends the same objects under the same names; `threads` check what has come.
         """
         self._sends = sends
         self._timeout_s = timeout_s
@@ -53,6 +56,7 @@ class WorkerFar:
         self._gate = open_gate(self._debts.repay)
         self._traits = traits
         self._gets = Turns(traits.calls_at_once)
+        self._engine = CopyEngine(threads, free_cores())
         self._registered = RegisteredPools(self._gate, traits)
         self._sender = Sender(
             self._gate,
@@ -84,6 +88,7 @@ class WorkerFar:
                     pool,
                     namespace_id,
                     self._counts,
+                    self._engine,
                     has_checksums=self._has_checksums,
                     doubtful=self._sender.doubtful,
                 )
@@ -133,6 +138,7 @@ class WorkerFar:
     def close(self) -> bool:
         self._sender.close(LAST_SENDS_S if self._gate.is_well else 0.0)
         is_left = self._gate.close(LEAVE_S)
+        self._engine.close()
         if is_left:
             self._registered.close()
         else:
