@@ -35,7 +35,6 @@ from umbp.runtime.pool_worker import PoolWorkerHandle
 from umbp.store import base
 from umbp.store.base import ClusterStore
 from umbp.store.gate import StoreGate
-from umbp.transfer import CopyEngine
 from umbp.store.mooncake import MooncakeStore
 from umbp.store.mooncake_settings import MooncakeSettings
 from umbp.store.redis import RedisSettings, RedisStore
@@ -43,6 +42,7 @@ from umbp.testing.stores import servers
 from umbp.testing.stores.memory import TRAITS, MemoryCluster
 from umbp.testing.stores.rig import StoreRig
 from umbp.testing.tensors import FakeTensor
+from umbp.transfer import CopyEngine
 
 SEALED_BYTES = SIZE + SEAL_BYTES
 

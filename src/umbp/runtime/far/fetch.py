@@ -276,13 +276,13 @@ class Fetcher:
         self, names: Sequence[str], tickets: Tickets, outcomes: Sequence[base.Outcome]
     ) -> tuple[npt.NDArray[np.bool_], Mapping[int, str]]:
         """Publish what has come and is what it should be; why the rest isn't published."""
-        has_come = np.array([outcome is base.Outcome.DONE for outcome in outcomes], dtype=np.bool_)
         lost = {
-            row: f"{_REASONS[outcomes[row]]}: the store answered {outcomes[row]}"
-            for row in np.flatnonzero(~has_come).tolist()
+            row: f"{_REASONS[outcome]}: the store answered {outcome}"
+            for row, outcome in enumerate(outcomes)
+            if outcome is not base.Outcome.DONE
         }
         damaged = [row for row in lost if outcomes[row] is base.Outcome.DAMAGED]
-        rows = np.flatnonzero(has_come)
+        rows: Rows = np.delete(np.arange(len(names)), list(lost))
         seals = self._engine.check_seal(
             self._pool, tickets[rows], _picked(names, rows), checksum=self._has_checksums
         )
@@ -330,11 +330,10 @@ def _picked(names: Sequence[str], rows: Rows) -> Sequence[str]:
 
 def batches(lengths: npt.NDArray[np.uint64], traits: base.StoreTraits) -> Iterator[slice]:
     """Objects of these lengths in as few batches as the store's bounds allow."""
-    start = size = 0
-    for row, length in enumerate(lengths.tolist()):
-        if row > start and (row - start >= traits.most_objects or size + length > traits.most_bytes):
-            yield slice(start, row)
-            start, size = row, 0
-        size += length
-    if start < len(lengths):
-        yield slice(start, len(lengths))
+    ends = np.cumsum(lengths)
+    start = before = 0
+    while start < len(lengths):
+        fitting = int(np.searchsorted(ends, before + traits.most_bytes, side="right"))
+        stop = min(max(fitting, start + 1), start + traits.most_objects)
+        yield slice(start, stop)
+        start, before = stop, int(ends[stop - 1])
