@@ -4,7 +4,6 @@
 #include <nanobind/stl/string.h>
 
 #include "bindings/columns.hpp"
-#include "bindings/seals.hpp"
 #include "copy/engine.hpp"
 
 namespace nb = nanobind;
@@ -100,14 +99,6 @@ void bind_copy(nb::module_& m) {
             });
           },
           "runs"_a, "block_ids"_a, "pool"_a, "tickets"_a)
-      .def(
-          "check_seal",
-          [](CopyEngine& e, const Pool& pool, const Column<u64>& tickets, nb::handle keys, bool checksum) {
-            return seal_statuses(tickets, keys, [&](auto t, auto k, SealStatus* statuses) {
-              e.check_seals(pool, t, k, checksum, statuses);
-            });
-          },
-          "pool"_a, "tickets"_a, "keys"_a, "checksum"_a)
       .def(
           "checksum_stores",
           [](CopyEngine& e, const Runs& runs, const Pool& pool, Column<u64> tickets) {

@@ -62,19 +62,24 @@ class CopyEngine::Batch {
         checksum_(checksum),
         kernel_(kernel),
         statuses_(statuses),
-        objects_(blocks.size()) {
+        objects_(blocks.size()),
+        is_summed_(blocks.size()) {
     std::fill_n(statuses, blocks.size(), CopyStatus::bad_ticket);
   }
 
   std::size_t size() const { return blocks_.size(); }
   u64 object_bytes() const { return runs_.moved_bytes(); }
-  // A checksum is computed of a whole object.
-  bool can_be_split() const { return !checksum_; }
+  // Once all are admitted: a checksum is computed of a whole object.
+  bool can_be_split() const {
+    return std::find(is_summed_.begin(), is_summed_.end(), true) == is_summed_.end();
+  }
 
   void admit(std::size_t i) {
     try {
+      bool is_summed = checksum_;
       statuses_[i] = is_store_ ? gate_.store(blocks_[i], tickets_[i], objects_[i])
-                               : gate_.load(blocks_[i], tickets_[i], checksum_, objects_[i]);
+                               : gate_.load(blocks_[i], tickets_[i], checksum_, objects_[i], is_summed);
+      is_summed_[i] = is_summed && statuses_[i] == CopyStatus::ok;
     } catch (const SegmentError&) {
       // A damaged slot or slab: the status says that it wasn't copied.
     }
@@ -86,7 +91,7 @@ class CopyEngine::Batch {
     for (std::size_t i = begin; i < end; i++) {
       if (i + 1 < end) admit(i + 1);
       const std::byte* after = i + 1 < end ? head(i + 1) : nullptr;
-      if (checksum_ && is_store_)
+      if (is_summed_[i])
         copy_summed(i, after);
       else
         copy_part(i, 0, runs_.moved_bytes(), after);
@@ -110,15 +115,16 @@ class CopyEngine::Batch {
 
  private:
   void copy_summed(std::size_t i, const std::byte* after) {
-    if (statuses_[i] != CopyStatus::ok) return;
     const Place& object = objects_[i];
-    SummedCopy copy(kernel_, object.payload);
-    runs_.walk(blocks_[i], object.payload, true, 0, runs_.moved_bytes(), after,
+    SummedCopy copy(kernel_, object.payload, is_store_);
+    runs_.walk(blocks_[i], object.payload, is_store_, 0, runs_.moved_bytes(), after,
                [&](const Pieces& pieces, const std::byte* next) { copy.copy(pieces, next); });
-    if (copy.covers(object.payload, runs_.object_bytes))
-      Gate::set_checksum(object, copy.value());
+    const bool is_whole = copy.covers(object.payload, runs_.object_bytes);  // else gaps, or another order
+    const u64 sum = is_whole ? copy.value() : gate_.checksum_in(object);
+    if (is_store_)
+      Gate::set_checksum(object, sum);
     else
-      gate_.add_checksum(object);  // gaps, or runs in another order
+      statuses_[i] = gate_.compare(object, sum);
   }
 
   const std::byte* head(std::size_t i) const {
@@ -134,19 +140,22 @@ class CopyEngine::Batch {
   const Kernel& kernel_;
   CopyStatus* const statuses_;
   std::vector<Place> objects_;
+  std::vector<u8> is_summed_;
 };
 
 void CopyEngine::move(Batch& batch) {
   const u64 bytes = batch.object_bytes();
   const u64 shares = 4 * team_.threads();
   u64 parts = 1;
-  if (team_.threads() > 1 && batch.can_be_split() && batch.size() && batch.size() < shares)
-    parts = std::clamp<u64>(bytes / kPartBytes, 1, (shares + batch.size() - 1) / batch.size());
+  if (team_.threads() > 1 && batch.size() && batch.size() < shares) {
+    for (std::size_t i = 0; i < batch.size(); i++) batch.admit(i);
+    if (batch.can_be_split())
+      parts = std::clamp<u64>(bytes / kPartBytes, 1, (shares + batch.size() - 1) / batch.size());
+  }
   if (parts == 1) {
     team_.run(batch.size(), std::max<u64>(1, kShareBytes / bytes),
               [&](std::size_t begin, std::size_t end) { batch.copy(begin, end); });
   } else {
-    for (std::size_t i = 0; i < batch.size(); i++) batch.admit(i);
     const u64 part_bytes = round_up((bytes + parts - 1) / parts, kPageBytes);
     team_.run(batch.size() * parts, 1, [&](std::size_t begin, std::size_t) {
       const u64 from = begin % parts * part_bytes;
@@ -203,12 +212,21 @@ void CopyEngine::open_loads(const Runs& runs, std::span<const i64> blocks, const
                             u64* addresses) {
   auto segment = pool.segment();
   const Gate gate(runs, *segment);
-  run(blocks.size(), checksum ? runs.object_bytes : kNoBytes, [&](std::size_t i) {
-    Place object{};
+  std::vector<Place> objects(blocks.size());
+  std::vector<u8> compares(blocks.size());
+  run(blocks.size(), kNoBytes, [&](std::size_t i) {
+    bool is_compared = false;
     statuses[i] = CopyStatus::bad_ticket;
     addresses[i] = 0;
-    statuses[i] = gate.load(blocks[i], tickets[i], checksum, object);
-    addresses[i] = reinterpret_cast<u64>(object.payload);
+    statuses[i] = gate.load(blocks[i], tickets[i], checksum, objects[i], is_compared);
+    compares[i] = is_compared && statuses[i] == CopyStatus::ok;
+    addresses[i] = reinterpret_cast<u64>(objects[i].payload);
+  });
+  if (std::find(compares.begin(), compares.end(), true) == compares.end()) return;
+  run(blocks.size(), runs.object_bytes, [&](std::size_t i) {
+    if (!compares[i]) return;
+    statuses[i] = gate.compare(objects[i], gate.checksum_in(objects[i]));
+    if (statuses[i] != CopyStatus::ok) addresses[i] = 0;
   });
 }
 

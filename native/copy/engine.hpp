@@ -2,11 +2,9 @@
 #pragma once
 
 #include <span>
-#include <string_view>
 #include <vector>
 
 #include "copy/runs.hpp"
-#include "copy/seal.hpp"
 #include "copy/team.hpp"
 #include "pool/pool.hpp"
 
@@ -19,6 +17,7 @@ enum class CopyStatus : u8 {
   bad_length = 3,    // the slot's object has another length
   bad_checksum = 4,  // damaged, another's, or stored without the checksum that was asked for
   failed = 5,        // a device's driver could not move it
+  bad_arrival = 6,   // it came from elsewhere damaged, which its first load has found
 };
 
 class CopyEngine {
@@ -40,12 +39,6 @@ class CopyEngine {
                        CopyStatus* statuses);
   void open_loads(const Runs& runs, std::span<const i64> blocks, const Pool& pool,
                   std::span<const u64> tickets, bool checksum, CopyStatus* statuses, u64* addresses);
-
-  // `check_seals_by` these threads.
-  void check_seals(const Pool& pool, std::span<const u64> tickets, std::span<const std::string_view> keys,
-                   bool checksum, SealStatus* statuses) {
-    check_seals_by(team_, pool, tickets, keys, checksum, statuses);
-  }
 
   u32 threads() const { return team_.threads(); }
   const std::vector<u32>& cores() const { return team_.cores(); }

@@ -23,8 +23,9 @@ class Gate {
     return place(block, slot, object);
   }
 
-  // Whether the pinned object may be scattered into this block; `object` is set if so.
-  CopyStatus load(i64 block, u64 ticket, bool checksum, Place& object) const {
+  // Whether the pinned object may be scattered into this block; `object` is set if so, and `compares` where
+  // its bytes have to be compared with their checksum: all of them, or those that nobody has compared yet.
+  CopyStatus load(i64 block, u64 ticket, bool checksum, Place& object, bool& compares) const {
     const u32 slot = ticket_slot(ticket);
     if (!objects_.names(ticket, SlotState::published) && !objects_.names(ticket, SlotState::doomed))
       return CopyStatus::bad_ticket;
@@ -36,21 +37,29 @@ class Gate {
     if (trailer.magic != kTrailerMagic || trailer.generation != ticket_generation(ticket) ||
         trailer.key != segment_.record(slot).digest)
       return CopyStatus::bad_checksum;
-    if (checksum &&
-        (!(trailer.flags & 1) || trailer.checksum != checksum_of(found.payload, runs_.object_bytes)))
-      return CopyStatus::bad_checksum;
+    const u32 flags = __atomic_load_n(&trailer.flags, __ATOMIC_RELAXED);
+    compares = checksum || (flags & kIsUnread);
+    if (compares && !(flags & kHasChecksum)) return CopyStatus::bad_checksum;
     object = found;
     return CopyStatus::ok;
   }
 
-  // Adds the checksum of a stored object's bytes.
-  void add_checksum(const Place& object) const {
-    set_checksum(object, checksum_of(object.payload, runs_.object_bytes));
+  // What a load's comparison says, of the checksum of the bytes that it has read.
+  CopyStatus compare(const Place& object, u64 checksum) const {
+    Trailer& trailer = object.trailer();
+    const bool is_first = __atomic_load_n(&trailer.flags, __ATOMIC_RELAXED) & kIsUnread;
+    if (trailer.checksum != checksum) return is_first ? CopyStatus::bad_arrival : CopyStatus::bad_checksum;
+    if (is_first && is_still_ours()) __atomic_fetch_and(&trailer.flags, ~kIsUnread, __ATOMIC_RELAXED);
+    return CopyStatus::ok;
   }
+  u64 checksum_in(const Place& object) const { return checksum_of(object.payload, runs_.object_bytes); }
+
+  // Adds the checksum of a stored object's bytes.
+  void add_checksum(const Place& object) const { set_checksum(object, checksum_in(object)); }
   static void set_checksum(const Place& object, u64 checksum) {
     Trailer& trailer = object.trailer();
     trailer.checksum = checksum;
-    trailer.flags |= 1;
+    trailer.flags |= kHasChecksum;
   }
 
   // Asked after a load: should this process have been taken for dead meanwhile, the slot may have got another

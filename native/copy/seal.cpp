@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstddef>
-#include <exception>
-#include <mutex>
 
 #include "copy/checksum.hpp"
 #include "pool/objects.hpp"
@@ -17,9 +15,8 @@ namespace {
 
 constexpr u64 kSealMagic = 0x4c41455350424d55ull;  // "UMBPSEAL"
 constexpr u32 kSealVersion = 1;
-constexpr u32 kHasChecksum = 1;
+constexpr u32 kHasPayloadChecksum = 1;
 constexpr u64 kNoSeed = 0;
-constexpr u64 kShareBytes = 1u << 20;
 
 u64 checksum_of_seal(const Seal& seal) {
   return checksum_of(&seal, offsetof(Seal, checksum));
@@ -75,9 +72,9 @@ class Seals {
     if (SealStatus status = open(ticket, key, held); status != SealStatus::ok) return status;
     Seal seal{kSealMagic, kSealVersion, 0, held.length, digest_of(key, kNoSeed), 0, 0, 0};
     if (checksum) {
-      const bool is_known = held.trailer->flags & 1;
+      const bool is_known = __atomic_load_n(&held.trailer->flags, __ATOMIC_RELAXED) & kHasChecksum;
       seal.payload_checksum = is_known ? held.trailer->checksum : checksum_of(held.payload, held.length);
-      seal.flags = kHasChecksum;
+      seal.flags = kHasPayloadChecksum;
     }
     seal.checksum = checksum_of_seal(seal);
     if (segment_.is_expelled()) return SealStatus::invalid;  // not ours any more, perhaps
@@ -87,27 +84,23 @@ class Seals {
 
   SealStatus check(u64 ticket, std::string_view key, bool checksum) const {
     Held held;
-    if (SealStatus status = open(ticket, key, held); status != SealStatus::ok) return status;
-    const Seal seal = read_seal(held.seal());
-    if (seal.magic != kSealMagic || seal.version != kSealVersion) return SealStatus::no_seal;
-    if (seal.checksum != checksum_of_seal(seal)) return SealStatus::bad_checksum;
-    if ((seal.flags & ~kHasChecksum) || seal.zero) return SealStatus::no_seal;
-    if (seal.fingerprint != digest_of(key, kNoSeed)) return SealStatus::wrong_key;
-    if (seal.length != held.length) return SealStatus::wrong_length;
+    Seal seal;
+    if (SealStatus status = read(ticket, key, held, seal); status != SealStatus::ok) return status;
     if (!checksum) return SealStatus::ok;
-    if (!(seal.flags & kHasChecksum)) return SealStatus::bad_checksum;
+    if (!(seal.flags & kHasPayloadChecksum)) return SealStatus::bad_checksum;
     if (seal.payload_checksum != checksum_of(held.payload, held.length)) return SealStatus::bad_checksum;
-    if (held.is_reserved) {
-      held.trailer->checksum = seal.payload_checksum;
-      held.trailer->flags |= 1;
-    }
+    if (held.is_reserved) set_checksum(held, seal, 0);
     return SealStatus::ok;
   }
 
-  // How many objects like the first a thread takes at a time.
-  std::size_t share(std::span<const u64> tickets) const {
+  SealStatus adopt(u64 ticket, std::string_view key) const {
     Held held;
-    return tickets.empty() || !find(tickets[0], held) ? 1 : std::max<u64>(1, kShareBytes / held.length);
+    Seal seal;
+    if (SealStatus status = read(ticket, key, held, seal); status != SealStatus::ok) return status;
+    if (!held.is_reserved) return SealStatus::invalid;
+    if (!(seal.flags & kHasPayloadChecksum)) return SealStatus::bad_checksum;
+    set_checksum(held, seal, kIsUnread);
+    return SealStatus::ok;
   }
 
   // Had this process been taken for dead meanwhile, its slots may have got other objects.
@@ -117,6 +110,23 @@ class Seals {
   }
 
  private:
+  // The seal, sound by itself and this key's.
+  SealStatus read(u64 ticket, std::string_view key, Held& held, Seal& seal) const {
+    if (SealStatus status = open(ticket, key, held); status != SealStatus::ok) return status;
+    seal = read_seal(held.seal());
+    if (seal.magic != kSealMagic || seal.version != kSealVersion) return SealStatus::no_seal;
+    if (seal.checksum != checksum_of_seal(seal)) return SealStatus::bad_checksum;
+    if ((seal.flags & ~kHasPayloadChecksum) || seal.zero) return SealStatus::no_seal;
+    if (seal.fingerprint != digest_of(key, kNoSeed)) return SealStatus::wrong_key;
+    if (seal.length != held.length) return SealStatus::wrong_length;
+    return SealStatus::ok;
+  }
+
+  static void set_checksum(const Held& held, const Seal& seal, u32 flags) {
+    held.trailer->checksum = seal.payload_checksum;
+    held.trailer->flags = kHasChecksum | flags;
+  }
+
   // Whether the ticket is held and its slot is the key's, by its record and by its trailer.
   SealStatus open(u64 ticket, std::string_view key, Held& held) const {
     if (!find(ticket, held)) return SealStatus::invalid;
@@ -150,22 +160,11 @@ void check_seals(const Pool& pool, std::span<const u64> tickets, std::span<const
   seals.finish(statuses, tickets.size());
 }
 
-void check_seals_by(Team& team, const Pool& pool, std::span<const u64> tickets,
-                    std::span<const std::string_view> keys, bool checksum, SealStatus* statuses) {
-  if (!checksum) return check_seals(pool, tickets, keys, checksum, statuses);
+void adopt_seals(const Pool& pool, std::span<const u64> tickets, std::span<const std::string_view> keys,
+                 SealStatus* statuses) {
   auto segment = pool.segment();
   const Seals seals(*segment);
-  std::mutex mutex;
-  std::exception_ptr damage;
-  team.run(tickets.size(), seals.share(tickets), [&](std::size_t begin, std::size_t end) {
-    try {
-      for (std::size_t i = begin; i < end; i++) statuses[i] = seals.check(tickets[i], keys[i], checksum);
-    } catch (...) {
-      std::lock_guard<std::mutex> guard(mutex);
-      damage = std::current_exception();
-    }
-  });
-  if (damage) std::rethrow_exception(damage);
+  for (std::size_t i = 0; i < tickets.size(); i++) statuses[i] = seals.adopt(tickets[i], keys[i]);
   seals.finish(statuses, tickets.size());
 }
 

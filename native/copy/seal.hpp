@@ -1,7 +1,7 @@
 // The seal, 64 bytes directly behind an object's payload: whose bytes these are, for whoever finds them on
 // another host. Its layout is fixed (docs/design.md has it as a table) and knows nothing of any pool.
 //
-// All three verbs take the tickets that this process holds, pins and reservations alike, take no lock, and
+// All verbs take the tickets that this process holds, pins and reservations alike, take no lock, and
 // stay within the slots that the pool's geometry has, whatever its tables say. SegmentError where those are
 // damaged.
 #pragma once
@@ -9,7 +9,6 @@
 #include <span>
 #include <string_view>
 
-#include "copy/team.hpp"
 #include "pool/pool.hpp"
 
 namespace umbp {
@@ -44,9 +43,11 @@ void seal_objects(const Pool& pool, std::span<const u64> tickets, std::span<cons
 // to its trailer: it counts as stored with one.
 void check_seals(const Pool& pool, std::span<const u64> tickets, std::span<const std::string_view> keys,
                  bool checksum, SealStatus* statuses);
-// The same, where payloads have to be read by the whole team.
-void check_seals_by(Team& team, const Pool& pool, std::span<const u64> tickets,
-                    std::span<const std::string_view> keys, bool checksum, SealStatus* statuses);
+
+// For reservations whose payload and seal have come from elsewhere: whether the seal is this key's, and says
+// a checksum. The payload isn't read: whoever loads it first compares it.
+void adopt_seals(const Pool& pool, std::span<const u64> tickets, std::span<const std::string_view> keys,
+                 SealStatus* statuses);
 
 // Where payload and seal lie as one range; 0 for what isn't held.
 void sealed_ranges(const Pool& pool, std::span<const u64> tickets, u64* addresses, u64* lengths);

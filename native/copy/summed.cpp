@@ -15,8 +15,9 @@ void SummedCopy::copy(const Pieces& pieces, const std::byte* next) {
   std::byte* to = pieces.to;
   const std::byte* from = pieces.from;
   for (std::size_t i = 0; i < pieces.count; i++) {
-    is_in_order_ = is_in_order_ && to == end_;
-    end_ = to + pieces.bytes;
+    const std::byte* at = is_store_ ? to : from;
+    is_in_order_ = is_in_order_ && at == end_;
+    end_ = at + pieces.bytes;
     copy_piece(to, from, pieces.bytes,
                i + distance < pieces.count ? from + i64(distance) * pieces.from_step : next);
     to += pieces.to_step, from += pieces.from_step;

@@ -27,7 +27,7 @@ namespace umbp {
 constexpr u32 kNil = 0xffffffffu;
 constexpr u64 kMagic = 0x4c4f4f5050424d55ull;       // "UMBPPOOL"
 constexpr u64 kTrailerMagic = 0x314c4941525450ull;  // "PTRAIL1"
-constexpr u32 kFormatVersion = 3;
+constexpr u32 kFormatVersion = 4;
 constexpr u64 kPageBytes = 4096;
 constexpr u32 kProcessLimit = 64;
 constexpr u32 kNamespaceLimit = 1024;
@@ -218,10 +218,13 @@ struct alignas(128) SlotRecord {
 };
 static_assert(sizeof(SlotRecord) == 128);
 
+constexpr u32 kHasChecksum = 1;  // of the payload, as it was stored or as its seal says
+constexpr u32 kIsUnread = 2;     // the payload came from elsewhere, and nobody has compared it yet
+
 struct Trailer {
   Digest ns, key;
   u64 length;
-  u32 generation, flags;  // flag 1: checksum is set
+  u32 generation, flags;
   u64 checksum;
   u64 magic;
 };

@@ -6,13 +6,16 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from umbp.pool import Pool
 from umbp.runtime.far.worker import WorkerFar
+from umbp.runtime.mover import Moved, ObjectMover
 from umbp.runtime.moves import Move
 from umbp.store.base import ClusterStore, Outcome, StoreTraits
 from umbp.store.gate import StoreGate
 from umbp.testing.stores.memory import TRAITS, MemoryCluster, MemoryStore
-from umbp.transfer import BlockRuns
+from umbp.transfer import BlockRuns, CopyEngine
 
 SIZE = 4096
 LONG_S = 30.0
@@ -65,6 +68,16 @@ class Rig:
         for address in self.pool.payload(tickets)[0].tolist():
             ctypes.memset(address, fill, SIZE)
         self.pool.publish(tickets)
+
+    def load(self, far: WorkerFar, names: Sequence[str]) -> Moved:
+        """Fetch objects, and load them into an engine's blocks."""
+        memory = np.zeros(len(names) * SIZE, np.uint8)
+        runs = BlockRuns.from_columns([int(memory.ctypes.data)], [SIZE], [SIZE], [0], len(names))
+        move = Move(runs, names, range(len(names)), names)
+        with CopyEngine(1) as engine:
+            mover = ObjectMover(self.pool, self.ns, engine, has_checksums=False, told_damaged=far.discard)
+            brought = far.fetch(self.pool, self.ns, move, far.deadline_s())
+            return mover.load_held(move, brought.tickets, brought.is_held, None)
 
     def clear(self) -> None:
         """As a reset does: the pool, then the store."""

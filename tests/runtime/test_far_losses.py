@@ -42,7 +42,6 @@ from umbp.testing.stores import servers
 from umbp.testing.stores.memory import TRAITS, MemoryCluster
 from umbp.testing.stores.rig import StoreRig
 from umbp.testing.tensors import FakeTensor
-from umbp.transfer import CopyEngine
 
 SEALED_BYTES = SIZE + SEAL_BYTES
 
@@ -149,10 +148,10 @@ def test_what_is_damaged_is_counted_removed_and_replaced_however_it_is(
     assert shelf.remove(names[1:2]) == shelf.put({names[1]: SPOILT[how](own, other)}) == [base.Outcome.DONE]
     failures(far)
 
-    brought = far.fetch(rig.pool, rig.ns, move_of(names), far.deadline_s())
-    assert brought.is_held.tolist() == [True, False, True, True]
+    loaded = rig.load(far, names)
+    assert loaded.is_done.tolist() == [True, False, True, True]
+    assert str(loaded.error).startswith("damaged: " if how == "flipped" else "absent: ")
     assert failures(far) == {"damaged": 1}
-    rig.pool.release(brought.tickets[brought.is_held])
     until_s = time.monotonic() + LONG_S
     while shelf.exists(names[1:2]) != [base.Outcome.MISS]:
         assert time.monotonic() < until_s, "it was not removed"
@@ -162,10 +161,10 @@ def test_what_is_damaged_is_counted_removed_and_replaced_however_it_is(
 
     rig.pool.remove(names)
     send_all()
-    brought = far.fetch(rig.pool, rig.ns, move_of(names), far.deadline_s())
-    assert brought.is_held.all(), brought.error
+    for _ in ("compared", "known to be sound"):
+        loaded = rig.load(far, names)
+        assert loaded.is_done.all(), loaded.error
     assert failures(far) == {}
-    rig.pool.release(brought.tickets)
     rig.close()
 
 
@@ -273,7 +272,7 @@ def test_what_others_are_at_is_told_from_what_is_absent_or_from_before_a_clear(
             rig.pool.publish(theirs)
 
     fetcher = Fetcher(
-        *(rig.gates[0], TRAITS, Turns(1), rig.pool, rig.ns, FarCounts("memory"), CopyEngine(1)),
+        *(rig.gates[0], TRAITS, Turns(1), rig.pool, rig.ns, FarCounts("memory")),
         has_checksums=True,
         doubtful=lambda: {"doubtful"},
         clock=lambda: now_s[0],

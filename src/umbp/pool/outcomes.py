@@ -52,6 +52,10 @@ class CopyStatus(IntEnum):
     BAD_LENGTH = 3
     """The slot's object has another length than the layout's."""
     BAD_CHECKSUM = 4
-    """Damaged, another key's, or stored without the checksum that was asked for; nothing was written."""
+    """Damaged, another key's, or stored without the checksum that was asked for. The target of a load may
+    hold the damaged bytes."""
     FAILED = 5
     """A device's driver could not move it; what the target holds is not known."""
+    BAD_ARRIVAL = 6
+    """It came from elsewhere damaged, which its first load has found. The target may hold the damaged
+    bytes."""

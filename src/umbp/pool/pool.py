@@ -455,6 +455,13 @@ class Pool:
         """
         return self.native.check_seal(_tickets(tickets), keys, checksum)
 
+    def adopt_seal(self, tickets: npt.ArrayLike, keys: Sequence[str]) -> SealStatuses:
+        """Take over payloads that have come with their seals into reservations of this process: a
+        `SealStatus` each. Seal, key and length are checked. The payload isn't read: its first load, by
+        whichever process, compares it with the checksum.
+        """
+        return self.native.adopt_seal(_tickets(tickets), keys)
+
     def sealed_ranges(self, tickets: npt.ArrayLike) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         """Addresses and lengths, in this process, of payloads with their seals (`SEAL_BYTES` more), each one
         contiguous range; 0 for a ticket that it doesn't hold. A new reservation has no seal."""

@@ -138,7 +138,6 @@ class DistributedRuntime:
             has_checksums=options.verify != "off",
             # In pools of their own all that hold the same store it; the store needs it once.
             sends=rank == standing or not has_own_pool,
-            threads=options.num_workers,
         )
         first = topology.all_namespaces()[0]
         return PoolWorkerHandle(

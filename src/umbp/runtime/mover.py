@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,8 @@ from umbp.runtime.moves import Move
 from umbp.transfer import Engine
 
 logger = logging.getLogger("vllm.umbp")
+
+_DAMAGED = (CopyStatus.BAD_CHECKSUM, CopyStatus.BAD_ARRIVAL)
 
 PUBLISH_TRIES = 5
 """How often a publish asks a busy lock again before its objects are given up."""
@@ -41,15 +43,18 @@ class ObjectMover:
         *,
         has_checksums: bool,
         leaves: bool = False,
+        told_damaged: Callable[[Sequence[str]], None] | None = None,
     ) -> None:
         """The engine stays its owner's. With `has_checksums` all is stored with one and loaded by it. What
-        `leaves` the pool soon, under a checksum, is stored with one where that costs little.
+        `leaves` the pool soon, under a checksum, is stored with one where that costs little. `told_damaged`
+        gets the names of what a load has found to have come damaged from elsewhere; it returns at once.
         """
         self._pool = pool
         self._namespace_id = namespace_id
         self._engine = engine
         self._has_checksums = has_checksums
         self._leaves = leaves
+        self._told_damaged = told_damaged
         self._is_closed = False
         self._unpublished: dict[str, int] = {}
         """Tickets by key: the storing thread adds, the publishing one takes, one operation at a time."""
@@ -91,11 +96,20 @@ class ObjectMover:
             moved.absent = ~is_held
             moved.error = f"{LossReason.ABSENT}: not stored"
         self._settle_copies(moved, move, rows, statuses)
-        damaged = [move.names[row] for row in rows[statuses == CopyStatus.BAD_CHECKSUM].tolist()]
+        if not moved.is_done.all():
+            self._remove_damaged(move.names, rows, statuses)
+        return moved
+
+    def _remove_damaged(
+        self, names: Sequence[str], rows: npt.NDArray[np.intp], statuses: npt.NDArray[np.uint8]
+    ) -> None:
+        arrived = chosen(names, rows[statuses == CopyStatus.BAD_ARRIVAL])
+        damaged = [*arrived, *chosen(names, rows[statuses == CopyStatus.BAD_CHECKSUM])]
         if damaged:
             logger.warning("UMBP: removed %d objects whose checksum was wrong", len(damaged))
             self._pool.remove(damaged)
-        return moved
+        if arrived and self._told_damaged is not None:
+            self._told_damaged(arrived)
 
     def store(self, move: Move, fence: object) -> Moved:
         """Copy blocks into reserved slots. What is stored already is done; what finds no room is lost."""
@@ -188,7 +202,7 @@ class ObjectMover:
         bad = statuses[~is_good]
         if len(bad):
             status = CopyStatus(bad[-1])
-            reason = LossReason.DAMAGED if status == CopyStatus.BAD_CHECKSUM else LossReason.FAILED
+            reason = LossReason.DAMAGED if status in _DAMAGED else LossReason.FAILED
             moved.error = f"{reason}: the copy ended with {status.name.lower()}"
         return is_good
 

@@ -315,6 +315,7 @@ class PoolWorkerHandle:
                 self._engine,
                 has_checksums=self._options.verify == "always",
                 leaves=self._far is not None and self._far.sends_checksums,
+                told_damaged=None if self._far is None else self._far.discard,
             )
             stats = pool.stats()
             self._evicted_before = {name: stats[name] for name in _EVICTIONS}

@@ -127,15 +127,10 @@ class CopyEngine:
         checksum: bool = False,
         fence: object = None,
     ) -> npt.NDArray[np.uint8]:
-        """Scatters acquired objects into blocks; a `CopyStatus` for each. A block whose status isn't OK is
-        untouched."""
+        """Scatters acquired objects into blocks; a `CopyStatus` for each. With `checksum` all are compared
+        with theirs, else those that came from elsewhere and nobody has compared yet. The block of one that is
+        damaged may hold its bytes; those of any other status but OK are untouched."""
         return self._native.load(runs.native, _blocks(block_ids), pool.native, _tickets(tickets), checksum)
-
-    def check_seal(
-        self, pool: Pool, tickets: npt.ArrayLike, keys: Sequence[str], *, checksum: bool = True
-    ) -> npt.NDArray[np.uint8]:
-        """`Pool.check_seal`, by all threads where payloads have to be read."""
-        return self._native.check_seal(pool.native, _tickets(tickets), keys, checksum)
 
     def open_stores(
         self, runs: BlockRuns, block_ids: npt.ArrayLike, pool: Pool, tickets: npt.ArrayLike
@@ -158,7 +153,7 @@ class CopyEngine:
         checksum: bool = False,
     ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64]]:
         """For bytes that a device moves: what `load` would answer, and the addresses of the objects that may
-        be read; 0 for any other."""
+        be read; 0 for any other. What has to be compared is read here."""
         return self._native.open_loads(
             runs.native, _blocks(block_ids), pool.native, _tickets(tickets), checksum
         )

@@ -284,7 +284,6 @@ def _setting(objects: int, object_bytes: int, options: Options, where: str) -> I
                 traits,
                 timeout_s=TIMEOUT_MS / 1000,
                 has_checksums=has_checksums,
-                threads=options.num_workers,
             )
             ending.callback(far.close)
             fars.append(far)

@@ -21,7 +21,6 @@ from umbp.runtime.moves import Move
 from umbp.store import base
 from umbp.store.base import ClusterStore
 from umbp.store.gate import Call, StoreGate, StoreUnavailable, Why
-from umbp.transfer import CopyEngine
 
 OTHERS_S = 0.25
 """How long others are waited for, who may be fetching an object, or storing it, or need all slots at this
@@ -85,7 +84,8 @@ class _Get:
 
 class Fetcher:
     """Brings objects of one namespace into one pool. Threads may call it side by side, for the same names
-    too: one of them fetches, the others wait for it. What has come is checked by all threads of the engine.
+    too: one of them fetches, the others wait for it. What has come is checked as far as its seal tells; its
+    payload is by whoever loads it first.
     """
 
     def __init__(
@@ -96,7 +96,6 @@ class Fetcher:
         pool: Pool,
         namespace_id: int,
         counts: FarCounts,
-        engine: CopyEngine,
         *,
         has_checksums: bool,
         doubtful: Callable[[], set[str]] = set,
@@ -109,7 +108,6 @@ class Fetcher:
         self._pool = pool
         self._namespace_id = namespace_id
         self._counts = counts
-        self._engine = engine
         self._has_checksums = has_checksums
         self._doubtful = doubtful
         self._fetching: set[str] = set()
@@ -283,9 +281,11 @@ class Fetcher:
         }
         damaged = [row for row in lost if outcomes[row] is base.Outcome.DAMAGED]
         rows: Rows = np.delete(np.arange(len(names)), list(lost))
-        seals = self._engine.check_seal(
-            self._pool, tickets[rows], _picked(names, rows), checksum=self._has_checksums
-        )
+        arrived, own = tickets[rows], _picked(names, rows)
+        if self._has_checksums:
+            seals = self._pool.adopt_seal(arrived, own)
+        else:
+            seals = self._pool.check_seal(arrived, own, checksum=False)
         is_good = seals == SealStatus.OK
         for row, seal in zip(rows[~is_good].tolist(), seals[~is_good].tolist(), strict=True):
             damaged.append(row)

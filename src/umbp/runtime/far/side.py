@@ -32,6 +32,10 @@ class FarSide(Protocol):
         """These have been published. Returns at once, never raises."""
         ...
 
+    def discard(self, names: Sequence[str]) -> None:
+        """These turned out to be damaged when they were loaded. Returns at once, never raises."""
+        ...
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was offered has gone out, or was given up; False if that took too long."""
         ...

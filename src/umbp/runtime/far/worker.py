@@ -11,15 +11,13 @@ from umbp.data import LossReason
 from umbp.pool import Pool
 from umbp.runtime.far.counts import FarCounts
 from umbp.runtime.far.debts import Debts
-from umbp.runtime.far.fetch import Brought, Fetcher, why_unavailable
+from umbp.runtime.far.fetch import REMOVE_TIMEOUT_S, Brought, Fetcher, why_unavailable
 from umbp.runtime.far.registry import RegisteredPools
 from umbp.runtime.far.send import Sender
 from umbp.runtime.far.turns import Turns
 from umbp.runtime.moves import Move
 from umbp.store.base import ClusterStore, StoreError, StoreTraits
 from umbp.store.gate import StoreGate, StoreUnavailable
-from umbp.transfer import CopyEngine
-from umbp.transfer.cores import free_cores
 
 logger = logging.getLogger("vllm.umbp")
 
@@ -41,10 +39,9 @@ class WorkerFar:
         timeout_s: float,
         has_checksums: bool,
         sends: bool = True,
-        threads: int = 1,
     ) -> None:
         """`open_gate` takes what is to be done before the store is used again after a failure; `sends` is
-        false where another rank sends the same objects under the same names; `threads` check what has come.
+        false where another rank sends the same objects under the same names.
         """
         self._sends = sends
         self._timeout_s = timeout_s
@@ -56,7 +53,6 @@ class WorkerFar:
         self._gate = open_gate(self._debts.repay)
         self._traits = traits
         self._gets = Turns(traits.calls_at_once)
-        self._engine = CopyEngine(threads, free_cores())
         self._registered = RegisteredPools(self._gate, traits)
         self._sender = Sender(
             self._gate,
@@ -88,7 +84,6 @@ class WorkerFar:
                     pool,
                     namespace_id,
                     self._counts,
-                    self._engine,
                     has_checksums=self._has_checksums,
                     doubtful=self._sender.doubtful,
                 )
@@ -118,6 +113,11 @@ class WorkerFar:
         if self._sends:
             self._sender.offer(pool, names)
 
+    def discard(self, names: Sequence[str]) -> None:
+        """Make room in the store for whole ones; nobody waits for it."""
+        self._counts.add("failed_fetch_objects", len(names), LossReason.DAMAGED)
+        self._gate.start(lambda store: store.remove(names), REMOVE_TIMEOUT_S)
+
     def leave(self, pool: Pool, close: Callable[[], None]) -> None:
         is_unused = self._sender.forget(pool)
         with self._lock:
@@ -138,7 +138,6 @@ class WorkerFar:
     def close(self) -> bool:
         self._sender.close(LAST_SENDS_S if self._gate.is_well else 0.0)
         is_left = self._gate.close(LEAVE_S)
-        self._engine.close()
         if is_left:
             self._registered.close()
         else:
