@@ -5,7 +5,7 @@
 namespace umbp {
 
 // Copied, then summed: few enough for the nearest cache, many enough for both loops to get going.
-static constexpr std::size_t kPartBytes = 2048;
+static constexpr std::size_t kPartBytes = 8192;
 // How far ahead is read: what the copy of one part and its sum leave time for.
 static constexpr std::size_t kAheadBytes = 4096;
 
