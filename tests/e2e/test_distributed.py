@@ -9,6 +9,7 @@ import itertools
 import shutil
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,12 @@ from e2e.harness import (
     random_prompt,
 )
 from e2e.kinds import CHUNKS, NATIVE_ROPE, OWN_CACHE, worker_handle
+from umbp.pool import SEAL_BYTES
+from umbp.store.base import Outcome
+from umbp.store.mooncake import MooncakeStore
+from umbp.store.mooncake_settings import MooncakeSettings
 from umbp.testing.groups import is_running
+from umbp.testing.stores.rig import StoreRig
 from umbp.testing.stores.servers import MooncakeCluster, free_ports, why_no_mooncake
 
 # Two engines or ranks and a store's servers: beside other tests they get too little of two processors.
@@ -159,6 +165,59 @@ def test_a_prompt_that_is_changed_early_is_answered_otherwise(
     changed = second.generate(prompt.changed_at(5))
     assert changed.cached_tokens == 0
     assert changed.logprobs != cold.logprobs
+
+
+def test_what_lies_damaged_in_the_store_is_computed_and_replaced(
+    first: EngineProcess, second: EngineProcess, cluster: MooncakeCluster
+) -> None:
+    """One payload is another, under its own seal: the load that was promised it finds out."""
+    others = keys_in(cluster)
+    prompt = random_prompt(300, seed=8250)
+    cold = first.generate(prompt)
+    own_hit = first.generate(prompt)
+    flush(first)
+    stored = sorted(keys_in(cluster) - others)
+    assert len(stored) == len(prompt.tokens) // BLOCK_TOKENS
+    ((size,),) = first.call_workers("e2e.test_distributed:object_sizes")
+    victim = spoil(cluster, stored[len(stored) // 2], size + SEAL_BYTES)
+    before = second.metrics()
+
+    result = second.generate(prompt)
+
+    assert_close(result, cold)
+    flush(second)
+    second.generate(random_prompt(8, seed=1))  # counts come with a step
+    after = second.metrics()
+    assert gained(after, before, "vllm:umbp_failed_fetch_objects") == 1
+    assert victim in keys_in(cluster), "a whole one was not sent"
+    assert first.call_workers("e2e.test_distributed:lose_near") == [True]
+    first.poison()
+    again = first.generate(prompt)
+    assert again.cached_tokens == own_hit.cached_tokens == restorable(prompt)
+    assert_same(again, own_hit)
+
+
+def keys_in(cluster: MooncakeCluster) -> set[str]:
+    """What the master knows."""
+    (port,) = [each.partition("=")[2] for each in cluster.master.process.args if "metrics_port" in each]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/get_all_keys", timeout=10) as answer:
+        return set(answer.read().decode().split())
+
+
+def spoil(cluster: MooncakeCluster, key: str, size: int) -> str:
+    """Another payload, of numbers like KV's, with the seal that is there."""
+    rig = StoreRig(MooncakeStore(MooncakeSettings(master=cluster.address)), 2 * size)
+    _, (content,) = rig.get({key: size})
+    assert rig.remove([key]) == [Outcome.DONE]
+    payload = bytes(each ^ 0x83 for each in content[:-SEAL_BYTES])
+    assert rig.put({key: payload + content[-SEAL_BYTES:]}) == [Outcome.DONE]
+    rig.store.close()
+    return key
+
+
+def object_sizes(worker: Any) -> list[int]:
+    """Runs in a worker."""
+    return list(worker_handle()._groups.object_sizes)
 
 
 KINDS = {
