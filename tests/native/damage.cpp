@@ -157,6 +157,8 @@ struct Round {
     for (SealStatus status : statuses) sealed += status == SealStatus::ok;
     verb = "check_seal";
     check_seals(pool, tickets, names, below(2), statuses.data());
+    verb = "adopt_seal";
+    adopt_seals(pool, tickets, names, statuses.data());
   }
 
   // A slab's slots become others while objects are copied into them and out of them, and summed: for each
