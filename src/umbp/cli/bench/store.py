@@ -1,8 +1,9 @@
 """`umbp bench store`: objects from the pool into a cluster store and back, against the store's own client.
 
 What is measured is the way of every engine: `put` from the offer of what an engine has stored until the
-store has all, seals and all, `get` from the question until all lie in the pool, checked, published and held.
-What checksums cost while an engine stores, `umbp bench copy` shows. The reference, in every round beside it,
+store has all, seals and all, `get` from the question until all lie in the pool, published and held. Payloads
+are summed when an engine stores and compared when one loads: `umbp bench copy` shows what that costs, in its
+rows with verify "always". The reference, in every round beside it,
 is the bare client on as many objects of its own, as long as a payload with its seal is, in calls as large as
 are safe. `_unchecked` is the way of engines without checksums (`verify: off`), `_unsealed` the bare client
 with the payloads alone, and `_ranges` with 32 ranges each.

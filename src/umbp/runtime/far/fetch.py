@@ -1,4 +1,4 @@
-"""From the store into a pool's slots: checked, published, and held for whoever asked."""
+"""From the store into a pool's slots: whose it is is checked, it is published, and held for whoever asked."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ class Fetcher:
                     why = f"{LossReason.BUSY}: others were still fetching"
                     lost.update(dict.fromkeys(range(part.start, len(names)), why))
                     break
-                # While this one is under way, those that have come are checked.
+                # While this one is under way, those that have come are published.
                 begun = part.stop
                 gets.append(
                     self._start(

@@ -26,7 +26,7 @@ LOADS_AT_ONCE = 4
 """So many loads of a worker fetch side by side; further ones wait for their turn."""
 
 PARTS_AT_ONCE = 2
-"""So many parts of one load: while one is checked and published the store brings the next one."""
+"""So many parts of one load: while one is published the store brings the next one."""
 
 
 @dataclass(frozen=True, slots=True)
