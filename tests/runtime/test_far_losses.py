@@ -168,6 +168,28 @@ def test_what_is_damaged_is_counted_removed_and_replaced_however_it_is(
     rig.close()
 
 
+def test_what_a_load_names_twice_or_in_great_numbers_is_removed_once_in_calls_of_the_stores_size() -> None:
+    rig = Rig(replace(TRAITS, most_keys=2))
+    names = [f"n{number}" for number in range(5)]
+    rig.put(names, 7)
+    far = rig.far()
+    far.offer(rig.pool, names)
+    assert far.flush(LONG_S)
+    rig.pool.remove(names)
+    for name in names:
+        rig.cluster.damage(name)
+    loaded = rig.load(far, [*names, *names])
+    assert not loaded.is_done.any()
+    assert failures(far) == {"damaged": 5}
+    (store,) = rig.cluster.stores
+    until_s = time.monotonic() + LONG_S
+    while rig.cluster.objects:
+        assert time.monotonic() < until_s, "they were not removed"
+    assert store.calls.count("remove") == 3
+    assert far.close()
+    rig.close()
+
+
 # Each object is counted for its own reason
 
 ANSWERS = {

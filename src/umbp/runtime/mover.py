@@ -103,8 +103,8 @@ class ObjectMover:
     def _remove_damaged(
         self, names: Sequence[str], rows: npt.NDArray[np.intp], statuses: npt.NDArray[np.uint8]
     ) -> None:
-        arrived = chosen(names, rows[statuses == CopyStatus.BAD_ARRIVAL])
-        damaged = [*arrived, *chosen(names, rows[statuses == CopyStatus.BAD_CHECKSUM])]
+        arrived = list(dict.fromkeys(names[row] for row in rows[statuses == CopyStatus.BAD_ARRIVAL].tolist()))
+        damaged = [*arrived, *(names[row] for row in rows[statuses == CopyStatus.BAD_CHECKSUM].tolist())]
         if damaged:
             logger.warning("UMBP: removed %d objects whose checksum was wrong", len(damaged))
             self._pool.remove(damaged)

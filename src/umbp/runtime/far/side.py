@@ -33,7 +33,7 @@ class FarSide(Protocol):
         ...
 
     def discard(self, names: Sequence[str]) -> None:
-        """These turned out to be damaged when they were loaded. Returns at once, never raises."""
+        """These, each once, turned out to be damaged when they were loaded. Returns at once, never raises."""
         ...
 
     def flush(self, timeout_s: float) -> bool:

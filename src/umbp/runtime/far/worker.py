@@ -16,7 +16,7 @@ from umbp.runtime.far.registry import RegisteredPools
 from umbp.runtime.far.send import Sender
 from umbp.runtime.far.turns import Turns
 from umbp.runtime.moves import Move
-from umbp.store.base import ClusterStore, StoreError, StoreTraits
+from umbp.store.base import ClusterStore, Outcome, StoreError, StoreTraits
 from umbp.store.gate import StoreGate, StoreUnavailable
 
 logger = logging.getLogger("vllm.umbp")
@@ -116,7 +116,13 @@ class WorkerFar:
     def discard(self, names: Sequence[str]) -> None:
         """Make room in the store for whole ones; nobody waits for it."""
         self._counts.add("failed_fetch_objects", len(names), LossReason.DAMAGED)
-        self._gate.start(lambda store: store.remove(names), REMOVE_TIMEOUT_S)
+        most = self._traits.most_keys
+
+        def remove(store: ClusterStore) -> Sequence[Outcome]:
+            parts = (names[first : first + most] for first in range(0, len(names), most))
+            return [outcome for part in parts for outcome in store.remove(part)]
+
+        self._gate.start(remove, REMOVE_TIMEOUT_S)
 
     def leave(self, pool: Pool, close: Callable[[], None]) -> None:
         is_unused = self._sender.forget(pool)
