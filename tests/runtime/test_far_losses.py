@@ -12,6 +12,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from far_rig import LONG_S, SIZE, Rig, move_of
 from replaced_pools import ReplacedPools
@@ -31,6 +32,8 @@ from umbp.runtime.far.counts import FarCounts
 from umbp.runtime.far.fetch import Fetcher
 from umbp.runtime.far.turns import Turns
 from umbp.runtime.far.worker import WorkerFar
+from umbp.runtime.mover import ObjectMover
+from umbp.runtime.moves import Move
 from umbp.runtime.pool_worker import PoolWorkerHandle
 from umbp.store import base
 from umbp.store.base import ClusterStore
@@ -42,6 +45,7 @@ from umbp.testing.stores import servers
 from umbp.testing.stores.memory import TRAITS, MemoryCluster
 from umbp.testing.stores.rig import StoreRig
 from umbp.testing.tensors import FakeTensor
+from umbp.transfer import BlockRuns, CopyEngine
 
 SEALED_BYTES = SIZE + SEAL_BYTES
 
@@ -188,6 +192,36 @@ def test_what_a_load_names_twice_or_in_great_numbers_is_removed_once_in_calls_of
     assert store.calls.count("remove") == 3
     assert far.close()
     rig.close()
+
+
+def test_who_finds_damage_late_leaves_the_whole_one_alone_that_took_its_place() -> None:
+    rig = Rig()
+    far = rig.far()
+    names = ["k"]
+
+    def send() -> None:
+        rig.put(names, 7)
+        far.offer(rig.pool, names)
+        assert far.flush(LONG_S)
+
+    send()
+    rig.pool.remove(names)
+    rig.cluster.objects["k"] = SPOILT["flipped"](rig.cluster.objects["k"], b"")
+    memory = np.zeros(SIZE, np.uint8)
+    runs = BlockRuns.from_columns([int(memory.ctypes.data)], [SIZE], [SIZE], [0], 1)
+    move = Move(runs, names, range(1), names)
+    with CopyEngine(1) as engine:
+        mover = ObjectMover(rig.pool, rig.ns, engine, has_checksums=False, told_damaged=far.discard)
+        soon, late = (far.fetch(rig.pool, rig.ns, move, far.deadline_s()) for _ in range(2))
+        assert not mover.load_held(move, soon.tickets, soon.is_held, None).is_done.any()
+        assert rig.removed.wait(LONG_S)
+        send()
+        assert not mover.load_held(move, late.tickets, late.is_held, None).is_done.any()
+        assert failures(far) == {"damaged": 1}
+        assert rig.pool.lookup(names).all()
+        assert mover.load(move, None).is_done.all()
+    rig.close()
+    assert list(rig.cluster.objects) == names
 
 
 # Each object is counted for its own reason

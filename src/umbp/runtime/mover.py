@@ -97,19 +97,30 @@ class ObjectMover:
             moved.error = f"{LossReason.ABSENT}: not stored"
         self._settle_copies(moved, move, rows, statuses)
         if not moved.is_done.all():
-            self._remove_damaged(move.names, rows, statuses)
+            self._remove_damaged(move.names, rows, held, statuses)
         return moved
 
     def _remove_damaged(
-        self, names: Sequence[str], rows: npt.NDArray[np.intp], statuses: npt.NDArray[np.uint8]
+        self,
+        names: Sequence[str],
+        rows: npt.NDArray[np.intp],
+        held: Tickets,
+        statuses: npt.NDArray[np.uint8],
     ) -> None:
-        arrived = list(dict.fromkeys(names[row] for row in rows[statuses == CopyStatus.BAD_ARRIVAL].tolist()))
-        damaged = [*arrived, *(names[row] for row in rows[statuses == CopyStatus.BAD_CHECKSUM].tolist())]
+        """Not what has taken its place meanwhile: somebody else may have found it, and stored a whole one."""
+        bad = np.flatnonzero((statuses == CopyStatus.BAD_ARRIVAL) | (statuses == CopyStatus.BAD_CHECKSUM))
+        if not len(bad):
+            return
+        found, _ = self._pool.acquire(chosen(names, rows[bad]))
+        self._pool.release(found[found != 0])
+        bad = bad[found == held[bad]]
+        damaged = [names[row] for row in rows[bad].tolist()]
         if damaged:
             logger.warning("UMBP: removed %d objects whose checksum was wrong", len(damaged))
             self._pool.remove(damaged)
+        arrived = rows[bad[statuses[bad] == CopyStatus.BAD_ARRIVAL]].tolist()
         if arrived and self._told_damaged is not None:
-            self._told_damaged(arrived)
+            self._told_damaged(list(dict.fromkeys(names[row] for row in arrived)))
 
     def store(self, move: Move, fence: object) -> Moved:
         """Copy blocks into reserved slots. What is stored already is done; what finds no room is lost."""
