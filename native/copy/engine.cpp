@@ -110,7 +110,8 @@ class CopyEngine::Batch {
   // After a load: had this process been taken for dead meanwhile, its slots may have got other objects.
   void finish() {
     if (is_store_ || gate_.is_still_ours()) return;
-    std::replace(statuses_, statuses_ + size(), CopyStatus::ok, CopyStatus::bad_ticket);
+    for (std::size_t i = 0; i < size(); i++)
+      if (statuses_[i] == CopyStatus::ok || is_summed_[i]) statuses_[i] = CopyStatus::bad_ticket;
   }
 
  private:

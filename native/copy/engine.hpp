@@ -32,7 +32,7 @@ class CopyEngine {
 
   // For bytes that a device moves itself, in two halves with its copy between them. An opening call says
   // which objects may be copied and where they lie (0: not to be touched); checksum_stores adds the checksums
-  // of what has arrived; after a load, ask still_ours().
+  // of what has arrived. What a load has to compare is read when it is opened.
   void open_stores(const Runs& runs, std::span<const i64> blocks, const Pool& pool,
                    std::span<const u64> tickets, CopyStatus* statuses, u64* addresses);
   void checksum_stores(const Runs& runs, const Pool& pool, std::span<const u64> tickets,

@@ -1,6 +1,8 @@
 // Which objects of a batch may be copied, whoever moves the bytes: the core's threads or a device.
 #pragma once
 
+#include <cstddef>
+
 #include "copy/checksum.hpp"
 #include "copy/engine.hpp"
 #include "pool/objects.hpp"
@@ -47,9 +49,16 @@ class Gate {
   // What a load's comparison says, of the checksum of the bytes that it has read.
   CopyStatus compare(const Place& object, u64 checksum) const {
     Trailer& trailer = object.trailer();
-    const bool is_first = __atomic_load_n(&trailer.flags, __ATOMIC_RELAXED) & kIsUnread;
-    if (trailer.checksum != checksum) return is_first ? CopyStatus::bad_arrival : CopyStatus::bad_checksum;
-    if (is_first && is_still_ours()) __atomic_fetch_and(&trailer.flags, ~kIsUnread, __ATOMIC_RELAXED);
+    // Flags and the generation that they are of, as one: should the slot become another object's at this very
+    // moment, which only happens to a process that was taken for dead, that one keeps its mark.
+    static_assert(offsetof(Trailer, generation) % 8 == 0 && offsetof(Trailer, flags) % 8 == 4);
+    u64* word = reinterpret_cast<u64*>(&trailer.generation);
+    u64 seen = __atomic_load_n(word, __ATOMIC_RELAXED);
+    constexpr u64 kMark = u64(kIsUnread) << 32;
+    if (trailer.checksum != checksum)
+      return seen & kMark ? CopyStatus::bad_arrival : CopyStatus::bad_checksum;
+    if ((seen & kMark) && is_still_ours())
+      __atomic_compare_exchange_n(word, &seen, seen & ~kMark, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
     return CopyStatus::ok;
   }
   u64 checksum_in(const Place& object) const { return checksum_of(object.payload, runs_.object_bytes); }

@@ -71,8 +71,10 @@ class Seals {
     Held held;
     if (SealStatus status = open(ticket, key, held); status != SealStatus::ok) return status;
     Seal seal{kSealMagic, kSealVersion, 0, held.length, digest_of(key, kNoSeed), 0, 0, 0};
-    if (checksum) {
-      const bool is_known = __atomic_load_n(&held.trailer->flags, __ATOMIC_RELAXED) & kHasChecksum;
+    const u32 flags = __atomic_load_n(&held.trailer->flags, __ATOMIC_RELAXED);
+    // What nobody has compared yet keeps its checksum: without it damage would leave as sound.
+    if (checksum || (flags & kIsUnread)) {
+      const bool is_known = flags & kHasChecksum;
       seal.payload_checksum = is_known ? held.trailer->checksum : checksum_of(held.payload, held.length);
       seal.flags = kHasPayloadChecksum;
     }

@@ -27,12 +27,8 @@ void SummedCopy::copy(const Pieces& pieces, const std::byte* next) {
 void SummedCopy::copy_piece(std::byte* to, const std::byte* from, std::size_t bytes, const std::byte* next) {
   for (std::size_t done = 0; done < bytes; done += kPartBytes) {
     const std::size_t part = std::min(kPartBytes, bytes - done);
-    const std::byte* ahead = from + done + kAheadBytes;
-    if (done + kAheadBytes >= bytes) {
-      // The first bytes of the next piece come with the last of this one.
-      const std::size_t beyond = bytes > kAheadBytes ? done + kAheadBytes - bytes : done;
-      ahead = next ? next + beyond / kPartBytes * kPartBytes : nullptr;
-    }
+    // The first bytes of the next piece come with the last of this one.
+    const std::byte* ahead = done + part < bytes ? from + done + kAheadBytes : next;
     kernel_.copy(Pieces{to + done, from + done, 0, 0, part, 1}, ahead);
     if (is_in_order_) sum_.add(from + done, part);
   }

@@ -124,21 +124,45 @@ def test_of_what_is_not_its_metadata_servers_fault_mooncakes_first_error_is_told
     assert mooncake_client.first_error(log) == "no such device"
 
 
-def test_ranges_under_way_are_bounded_and_a_batch_larger_than_all_goes_alone() -> None:
+def test_ranges_under_way_are_bounded_and_whoever_finds_half_the_room_goes_with_that() -> None:
     room = mooncake._Room(4, patience_s=0.01)
-    assert room.take(3)
-    assert not room.take(2)
-    assert room.take(1)
+    assert room.take(9) == 4
+    assert room.take(1) == 0
+    room.give_back(4)
+    assert room.take(1) == 1, "it hangs, perhaps"
+    assert room.take(4) == 3
     room.give_back(3)
-    room.give_back(1)
-    assert room.take(9)
-    assert not room.take(1)
+    assert room.take(2) == 2
+    assert room.take(2) == 0
+    assert room.take(1) == 1
     room.audit()
-    room.give_back(9)
+    room.give_back(4)
     room.audit()
     room.give_back(1)
     with pytest.raises(InvariantError):
         room.audit()
+
+
+def test_the_room_is_given_to_those_who_came_first() -> None:
+    """Scenario: small calls one after another kept a large one waiting until it gave up."""
+    room = mooncake._Room(4, patience_s=30)
+    order: list[int] = []
+
+    def take(wanted: int) -> None:
+        granted = room.take(wanted)
+        order.append(wanted)
+        room.give_back(granted)
+
+    assert room.take(3) == 3
+    with ThreadPoolExecutor(3) as threads:
+        for place, wanted in enumerate((2, 1, 1)):
+            threads.submit(take, wanted)
+            while len(room._line) <= place:
+                threading.Event().wait(0.001)
+        assert order == []
+        room.give_back(3)
+    assert order[0] == 2
+    room.audit()
 
 
 def test_when_the_interpreter_ends_nobody_is_let_in_and_whoever_is_inside_is_waited_for() -> None:

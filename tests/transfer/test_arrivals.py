@@ -160,6 +160,23 @@ def test_it_leaves_again_as_it_came_whether_it_was_loaded_or_not(blocks: Blocks,
     pool.release(pins)
 
 
+def test_what_nobody_has_compared_does_not_leave_without_its_checksum(small: Pool) -> None:
+    arrive(small, {"k": flipped(left(small, "k", payload_of(1, 3001)), 99)})
+    pins, _ = small.acquire(["k"])
+    assert small.seal(pins, ["k"], checksum=False).tolist() == [SealStatus.OK]
+    assert small.check_seal(pins, ["k"]).tolist() == [SealStatus.BAD_CHECKSUM]
+    address, size = (int(column[0]) for column in small.sealed_ranges(pins))
+    content = ctypes.string_at(address, size)
+    small.release(pins)
+    small.remove(["k"])
+    assert arrive(small, {"k": content}) == [SealStatus.OK], "it has one"
+    blocks = Blocks((3001,), (0,))
+    pins, _ = small.acquire(["k"])
+    with CopyEngine(1) as engine:
+        assert engine.load(blocks.runs, [0], small, pins).tolist() == [ARRIVAL]
+    small.release(pins)
+
+
 def test_another_process_compares_what_this_one_has_let_in(tmp_path: Path) -> None:
     blocks = Blocks((5000,), (0,))
     path = tmp_path / "pool"

@@ -1,7 +1,8 @@
 """What an object carries beyond its pool: a seal directly behind the payload, in a format of its own.
 
-`Pool.seal` writes it, `Pool.check_seal` reads it; docs/design.md has its bytes. Payload and seal travel as
-one range, so whoever fetches an object on another host knows whether it is the one that was asked for, whole.
+`Pool.seal` writes it, `Pool.check_seal` and `Pool.adopt_seal` read it; docs/design.md has its bytes. Payload
+and seal travel as one range, so whoever fetches an object on another host knows whether it is the one that
+was asked for, whole.
 """
 
 from enum import IntEnum

@@ -23,6 +23,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from umbp.errors import InvariantError
@@ -56,6 +57,9 @@ MOST_RANGES = 1024
 """Ranges under way at once, over all threads: 2,048 fail now and then, 1,024 never did. One object is one
 range, whatever its size.
 """
+
+MOST_PUT = MOST_RANGES // 2
+"""Ranges of one call that puts: one that hangs leaves room for gets."""
 
 TRAITS = {
     protocol: StoreTraits(
@@ -149,25 +153,16 @@ class MooncakeStore:
         return [outcome_of_exists(code) for code in codes]
 
     def put(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[Outcome]:
-        if not self._room.take(len(keys)):
-            return [Outcome.LATER] * len(keys)
-        try:
-            codes = self._codes(
-                len(keys), lambda client: client.batch_put_from(list(keys), list(addresses), list(sizes))
-            )
-        finally:
-            self._room.give_back(len(keys))
-        return [outcome_of_put(code) for code in codes]
+        def put(client: Any, part: slice) -> Any:
+            return client.batch_put_from(list(keys[part]), list(addresses[part]), list(sizes[part]))
+
+        return [outcome_of_put(code) for code in self._moved(put, len(keys), MOST_PUT)]
 
     def get(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[Outcome]:
-        if not self._room.take(len(keys)):
-            return [Outcome.LATER] * len(keys)
-        try:
-            codes = self._codes(
-                len(keys), lambda client: client.batch_get_into(list(keys), list(addresses), list(sizes))
-            )
-        finally:
-            self._room.give_back(len(keys))
+        def get(client: Any, part: slice) -> Any:
+            return client.batch_get_into(list(keys[part]), list(addresses[part]), list(sizes[part]))
+
+        codes = self._moved(get, len(keys), MOST_RANGES)
         outcomes = [outcome_of_get(code, size) for code, size in zip(codes, sizes, strict=True)]
         unfit = [place for place, code in enumerate(codes) if code == UNFIT]
         found = self._codes(len(unfit), lambda client: _sizes(client, [keys[place] for place in unfit]))
@@ -224,6 +219,20 @@ class MooncakeStore:
             if self._inside < 0 or (self._is_closed and not self._inside and self._client is not None):
                 raise InvariantError(f"{self._inside} calls are inside a store that is closed")
 
+    def _moved(self, call: Callable[..., Any], count: int, most: int) -> Sequence[int]:
+        """The codes of so many ranges, in as few calls of at most so many as there is room for."""
+        codes: list[int] = []
+        while len(codes) < count:
+            granted = self._room.take(min(count - len(codes), most))
+            if not granted:
+                return [*codes, *[_NO_ROOM] * (count - len(codes))]
+            part = slice(len(codes), len(codes) + granted)
+            try:
+                codes += self._codes(granted, partial(call, part=part))
+            finally:
+                self._room.give_back(granted)
+        return codes
+
     def _codes(self, count: int, call: Callable[[Any], Sequence[int]]) -> Sequence[int]:
         """The call's codes, as many as `count`; those of a store without connection where there is none."""
         if count == 0:
@@ -255,8 +264,8 @@ class MooncakeStore:
 
 
 class _Room:
-    """So many ranges may be under way; whoever wants more waits for a while, behind those who came before. A
-    batch that is larger than all the room goes alone.
+    """So many ranges may be under way. Whoever wants some waits for a while, behind those who came before,
+    until there is room for all of them, or for half of what the room has: he gets what there is then.
     """
 
     def __init__(self, most: int, patience_s: float) -> None:
@@ -266,22 +275,24 @@ class _Room:
         self._line: deque[object] = deque()
         self._freed = threading.Condition()
 
-    def take(self, count: int) -> bool:
-        count = min(count, self._most)
+    def take(self, wanted: int) -> int:
+        """How many of them may go now, to be given back; 0: none, in all that time."""
+        least = min(wanted, self._most // 2)
         place = object()
         with self._freed:
             self._line.append(place)
             fits = self._freed.wait_for(
-                lambda: self._line[0] is place and self._taken + count <= self._most, self._patience_s
+                lambda: self._line[0] is place and self._most - self._taken >= least, self._patience_s
             )
             self._line.remove(place)
-            self._taken += count if fits else 0
+            granted = min(wanted, self._most - self._taken) if fits else 0
+            self._taken += granted
             self._freed.notify_all()  # the next one may fit as well
-            return fits
+            return granted
 
-    def give_back(self, count: int) -> None:
+    def give_back(self, granted: int) -> None:
         with self._freed:
-            self._taken -= min(count, self._most)
+            self._taken -= granted
             self._freed.notify_all()
 
     def audit(self) -> None:
@@ -302,4 +313,5 @@ def _sizes(client: Any, keys: Sequence[str]) -> Sequence[int]:
 
 
 _NO_CLIENT = -900
+_NO_ROOM = -700
 _NOTHING: Sequence[int] = ()

@@ -129,7 +129,8 @@ class CopyEngine:
     ) -> npt.NDArray[np.uint8]:
         """Scatters acquired objects into blocks; a `CopyStatus` for each. With `checksum` all are compared
         with theirs, else those that came from elsewhere and nobody has compared yet. The block of one that is
-        damaged may hold its bytes; those of any other status but OK are untouched."""
+        damaged may hold its bytes; of any other status but OK it is untouched, unless this process was taken
+        for dead meanwhile."""
         return self._native.load(runs.native, _blocks(block_ids), pool.native, _tickets(tickets), checksum)
 
     def open_stores(

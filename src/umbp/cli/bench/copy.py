@@ -76,7 +76,8 @@ def command(
     """Blocks into the pool and out of it, against one big memcpy of the same bytes.
 
     Without --ranges and --range-bytes several shapes are measured. Rows with verify "always" compute or check
-    a checksum as well; seal and check_seal do for objects that leave the pool, or come from elsewhere.
+    a checksum as well, as the first load of what came from elsewhere does; seal and check_seal read a payload
+    for its checksum alone.
     """
     if (ranges is None) != (range_bytes is None):
         raise click.UsageError("--ranges and --range-bytes go together")
