@@ -96,7 +96,8 @@ class Sender:
         self._change = threading.Condition()
         self._parcels: deque[_Parcel] = deque()
         self._waiting = 0
-        self._being_put: Counter[str] = Counter()
+        self._being_put: dict[Turn, Sequence[str]] = {}
+        """Each batch's names, by its turn."""
         self._on_their_way: Counter[Pool] = Counter()
         """Parcels and batches that threads have in their hands."""
         self._closes_at_s: float | None = None
@@ -158,7 +159,7 @@ class Sender:
         then what the store has under such a name is old.
         """
         with self._change:
-            return set(self._being_put) | self._debts.names()
+            return self._debts.names().union(*self._being_put.values())
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing waits; False if that took too long."""
@@ -342,17 +343,17 @@ class Sender:
                 self._settle(batch)
 
         with self._change:
-            self._being_put.update(names)
+            self._being_put[batch.turn] = names
         try:
             outcomes = self._gate.call(put, self._timeout_s, late)
         except StoreUnavailable as unavailable:
             has_failed = unavailable.why in (Why.SILENT, Why.BROKEN)
             return names, batch.offers.failed() if has_failed else batch.offers.unasked()
         self._settle(batch)
-        is_done = [outcome is base.Outcome.DONE for outcome in outcomes]
-        self._counts.add("sent_objects", sum(is_done))
-        self._counts.add("sent_bytes", int(lengths[is_done].sum()))
-        left = [name for name, is_in in zip(names, is_done, strict=True) if not is_in]
+        rows = [row for row, outcome in enumerate(outcomes) if outcome is not base.Outcome.DONE]
+        left = [names[row] for row in rows]
+        self._counts.add("sent_objects", len(names) - len(left))
+        self._counts.add("sent_bytes", int(lengths.sum()) - int(lengths[rows].sum()))
         if base.Outcome.BROKEN in outcomes:
             return left, batch.offers.failed()
         return left, batch.offers.later(self._clock())
@@ -370,11 +371,11 @@ class Sender:
             pool.release(tickets)
         except SegmentError:
             is_there = np.zeros(len(names), dtype=np.bool_)
-        cleared = [name for name, is_good in zip(names, is_there.tolist(), strict=True) if not is_good]
+        cleared = [names[row] for row in np.flatnonzero(~is_there).tolist()]
         if cleared:
             self._debts.owe(cleared)
         with self._change:
-            self._being_put -= Counter(names)
+            del self._being_put[batch.turn]
         if cleared:
             self._gate.start(self._repay, REMOVE_TIMEOUT_S, lambda _: self._insist())
 
