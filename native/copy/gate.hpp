@@ -1,8 +1,6 @@
 // Which objects of a batch may be copied, whoever moves the bytes: the core's threads or a device.
 #pragma once
 
-#include <cstddef>
-
 #include "copy/checksum.hpp"
 #include "copy/engine.hpp"
 #include "pool/objects.hpp"
@@ -36,10 +34,11 @@ class Gate {
     if (CopyStatus status = place(block, slot, found); status != CopyStatus::ok) return status;
     // Slots say themselves whose bytes they hold: damage to the tables is no reason to hand out another's.
     const Trailer& trailer = found.trailer();
-    if (trailer.magic != kTrailerMagic || trailer.generation != ticket_generation(ticket) ||
+    const u64 mark = trailer.seen_mark();
+    if (trailer.magic != kTrailerMagic || mark_generation(mark) != ticket_generation(ticket) ||
         trailer.key != segment_.record(slot).digest)
       return CopyStatus::bad_checksum;
-    const u32 flags = __atomic_load_n(&trailer.flags, __ATOMIC_RELAXED);
+    const u32 flags = mark_flags(mark);
     compares = checksum || (flags & kIsUnread);
     if (compares && !(flags & kHasChecksum)) return CopyStatus::bad_checksum;
     object = found;
@@ -49,16 +48,14 @@ class Gate {
   // What a load's comparison says, of the checksum of the bytes that it has read.
   CopyStatus compare(const Place& object, u64 checksum) const {
     Trailer& trailer = object.trailer();
-    // Flags and the generation that they are of, as one: should the slot become another object's at this very
-    // moment, which only happens to a process that was taken for dead, that one keeps its mark.
-    static_assert(offsetof(Trailer, generation) % 8 == 0 && offsetof(Trailer, flags) % 8 == 4);
-    u64* word = reinterpret_cast<u64*>(&trailer.generation);
-    u64 seen = __atomic_load_n(word, __ATOMIC_RELAXED);
-    constexpr u64 kMark = u64(kIsUnread) << 32;
-    if (trailer.checksum != checksum)
-      return seen & kMark ? CopyStatus::bad_arrival : CopyStatus::bad_checksum;
-    if ((seen & kMark) && is_still_ours())
-      __atomic_compare_exchange_n(word, &seen, seen & ~kMark, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+    // Should the slot become another object's at this very moment, which only happens to a process that was
+    // taken for dead, that one has another generation and keeps its flag.
+    u64 mark = trailer.seen_mark();
+    const bool is_first = mark_flags(mark) & kIsUnread;
+    if (trailer.checksum != checksum) return is_first ? CopyStatus::bad_arrival : CopyStatus::bad_checksum;
+    if (is_first && is_still_ours())
+      __atomic_compare_exchange_n(&trailer.mark, &mark, mark & ~make_mark(0, kIsUnread), false,
+                                  __ATOMIC_RELAXED, __ATOMIC_RELAXED);
     return CopyStatus::ok;
   }
   u64 checksum_in(const Place& object) const { return checksum_of(object.payload, runs_.object_bytes); }
@@ -68,7 +65,7 @@ class Gate {
   static void set_checksum(const Place& object, u64 checksum) {
     Trailer& trailer = object.trailer();
     trailer.checksum = checksum;
-    trailer.flags |= kHasChecksum;
+    trailer.mark |= make_mark(0, kHasChecksum);
   }
 
   // Asked after a load: should this process have been taken for dead meanwhile, the slot may have got another

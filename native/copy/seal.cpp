@@ -71,7 +71,7 @@ class Seals {
     Held held;
     if (SealStatus status = open(ticket, key, held); status != SealStatus::ok) return status;
     Seal seal{kSealMagic, kSealVersion, 0, held.length, digest_of(key, kNoSeed), 0, 0, 0};
-    const u32 flags = __atomic_load_n(&held.trailer->flags, __ATOMIC_RELAXED);
+    const u32 flags = mark_flags(held.trailer->seen_mark());
     // What nobody has compared yet keeps its checksum: without it damage would leave as sound.
     if (checksum || (flags & kIsUnread)) {
       const bool is_known = flags & kHasChecksum;
@@ -126,7 +126,7 @@ class Seals {
 
   static void set_checksum(const Held& held, const Seal& seal, u32 flags) {
     held.trailer->checksum = seal.payload_checksum;
-    held.trailer->flags = kHasChecksum | flags;
+    held.trailer->mark = make_mark(mark_generation(held.trailer->mark), kHasChecksum | flags);
   }
 
   // Whether the ticket is held and its slot is the key's, by its record and by its trailer.
@@ -136,7 +136,8 @@ class Seals {
     if (segment_.record(ticket_slot(ticket)).digest != digest) return SealStatus::wrong_key;
     const Trailer& trailer = *held.trailer;
     const bool agrees = trailer.magic == kTrailerMagic && trailer.key == digest &&
-                        trailer.length == held.length && trailer.generation == ticket_generation(ticket);
+                        trailer.length == held.length &&
+                        mark_generation(trailer.seen_mark()) == ticket_generation(ticket);
     return agrees ? SealStatus::ok : SealStatus::invalid;
   }
 

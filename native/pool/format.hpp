@@ -224,11 +224,23 @@ constexpr u32 kIsUnread = 2;     // the payload came from elsewhere, and nobody 
 struct Trailer {
   Digest ns, key;
   u64 length;
-  u32 generation, flags;
+  u64 mark;  // flags(32) | generation(32): one word, as flags may change while others read
   u64 checksum;
   u64 magic;
+
+  u64 seen_mark() const { return __atomic_load_n(&mark, __ATOMIC_RELAXED); }
 };
 static_assert(sizeof(Trailer) == kTrailerBytes);
+
+inline u64 make_mark(u32 generation, u32 flags) {
+  return u64(flags) << 32 | generation;
+}
+inline u32 mark_generation(u64 mark) {
+  return u32(mark);
+}
+inline u32 mark_flags(u64 mark) {
+  return u32(mark >> 32);
+}
 
 inline u64 make_word(u32 generation, SlotState state, u32 owner) {
   return u64(generation) << 32 | u64(state) << 8 | owner;

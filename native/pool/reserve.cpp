@@ -277,9 +277,9 @@ u32 Reservation::parent_slot(Objects& objects, std::size_t i, u32 klass) {
 void Reservation::write_trailer(std::size_t i) {
   const Place place = s_.place(ticket_slot(c_.tickets[i]));
   require_sound(c_.object_bytes[i] <= place.payload_limit(), "a reservation doesn't fit its slot");
-  place.trailer() =
-      Trailer{s_.ns(c_.ns).digest, c_.keys[i], c_.object_bytes[i], ticket_generation(c_.tickets[i]), 0, 0,
-              kTrailerMagic};
+  place.trailer() = Trailer{
+      s_.ns(c_.ns).digest, c_.keys[i], c_.object_bytes[i], make_mark(ticket_generation(c_.tickets[i]), 0), 0,
+      kTrailerMagic};
   std::memset(place.payload + c_.object_bytes[i], 0, kSealBytes);  // no former object's seal is taken for its
 }
 
