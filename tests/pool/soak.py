@@ -108,7 +108,6 @@ class Member:
     steps: int = -1
     progress_at: float = 0.0
     resume_at: float | None = None  # while it is stopped
-    was_stopped: bool = False
     place: str = ""  # the crash point that it has come to
 
 
@@ -215,7 +214,6 @@ class Era:
 
     def mark_stopped(self, member: Member) -> None:
         member.resume_at = time.monotonic() + self.rng.choice([0.001, 0.005, 0.02, 0.1])
-        member.was_stopped = True
         self.report.counts["stops"] += 1
 
     def end_stop(self, member: Member) -> None:
@@ -268,7 +266,7 @@ class Era:
                     self.end_stop(member)
                 continue
             self.hear(member)
-            if state == "T" and member.place and not member.was_stopped:
+            if state == "T" and member.place:  # at its point, perhaps after a stop from here
                 self.mark_stopped(member)
                 continue
             steps = int(self.board[member.row, STEPS])
