@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from umbp.pool import Pool
+from umbp.pool import CopyStatus, Pool
 from umbp.transfer import BlockRuns, CopyEngine
 from umbp.transfer.driver import Addresses, DriverError
 
@@ -107,7 +107,9 @@ class LateStream:
 
 
 class LateCopies(CopyEngine):
-    """The engine for what can't go directly: waits for its fence, and counts its calls."""
+    """The engine for what can't go directly: waits for its fence, and counts its calls. As a device's engines
+    do, it compares what is to be compared before it writes.
+    """
 
     def __init__(self, device: LateDevice) -> None:
         super().__init__(1)
@@ -124,4 +126,8 @@ class LateCopies(CopyEngine):
     ) -> npt.NDArray[np.uint8]:
         self.calls += 1
         self._device.run_until(options.pop("fence", None))
-        return super().load(runs, block_ids, pool, tickets, **options)
+        blocks, held = np.asarray(block_ids, dtype=np.int64), np.asarray(tickets, dtype=np.uint64)
+        statuses, _ = self.open_loads(runs, blocks, pool, held, **options)
+        good = statuses == CopyStatus.OK
+        statuses[good] = super().load(runs, blocks[good], pool, held[good], **options)
+        return statuses
