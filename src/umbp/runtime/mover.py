@@ -111,7 +111,7 @@ class ObjectMover:
         bad = np.flatnonzero((statuses == CopyStatus.BAD_ARRIVAL) | (statuses == CopyStatus.BAD_CHECKSUM))
         if not len(bad):
             return
-        found, _ = self._pool.acquire(chosen(names, rows[bad]))
+        found, _ = self._pool.acquire([names[row] for row in rows[bad].tolist()])
         self._pool.release(found[found != 0])
         bad = bad[found == held[bad]]
         damaged = [names[row] for row in rows[bad].tolist()]
@@ -278,7 +278,7 @@ def settle(job: TransferJobState, moves: Sequence[Moved], error: str | None = No
 
 
 def chosen(keys: Sequence[str], rows: npt.NDArray[np.intp]) -> Sequence[str]:
-    """The keys of these rows."""
+    """The keys of these rows, which are each there once and in order: mostly all."""
     return keys if len(rows) == len(keys) else [keys[row] for row in rows.tolist()]
 
 

@@ -17,6 +17,7 @@ from umbp.pool import Outcome, Pool, SealStatus
 from umbp.pool.pool import Tickets
 from umbp.runtime.far.counts import FarCounts
 from umbp.runtime.far.turns import Turn, Turns
+from umbp.runtime.mover import chosen
 from umbp.runtime.moves import Move
 from umbp.store import base
 from umbp.store.base import ClusterStore
@@ -158,7 +159,7 @@ class Fetcher:
 
     def _hold(self, names: Sequence[str], rows: Rows, brought: Brought) -> Rows:
         """Hold what is there; the rows that are not."""
-        tickets, outcomes = self._pool.acquire(_picked(names, rows))
+        tickets, outcomes = self._pool.acquire(chosen(names, rows))
         is_hit = outcomes == Outcome.HIT
         brought.hold(rows[is_hit], tickets[is_hit])
         missing: Rows = rows[~is_hit]
@@ -179,7 +180,7 @@ class Fetcher:
         is_published = outcomes == Outcome.EXISTS
         if is_mine.any():
             mine = np.flatnonzero(is_mine)
-            own = _picked(wanted, mine)
+            own = chosen(wanted, mine)
             # One operation each, so that other threads see them whole.
             self._fetching.update(own)
             try:
@@ -281,7 +282,7 @@ class Fetcher:
         }
         damaged = [row for row in lost if outcomes[row] is base.Outcome.DAMAGED]
         rows: Rows = np.delete(np.arange(len(names)), list(lost))
-        arrived, own = tickets[rows], _picked(names, rows)
+        arrived, own = tickets[rows], chosen(names, rows)
         if self._has_checksums:
             seals = self._pool.adopt_seal(arrived, own)
         else:
@@ -321,11 +322,6 @@ def why_unavailable(unavailable: StoreUnavailable) -> str:
     """Of a store that was too slow, or has too many callers, that it is busy; else that it is gone."""
     is_late = unavailable.why in (Why.SILENT, Why.BUSY, Why.GIVEN_UP)
     return f"{LossReason.BUSY if is_late else LossReason.GONE}: {unavailable}"
-
-
-def _picked(names: Sequence[str], rows: Rows) -> Sequence[str]:
-    """Those of these rows, which are in order and each once: mostly all."""
-    return names if len(rows) == len(names) else [names[row] for row in rows.tolist()]
 
 
 def batches(lengths: npt.NDArray[np.uint64], traits: base.StoreTraits) -> Iterator[slice]:
