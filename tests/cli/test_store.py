@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -18,6 +19,7 @@ import pytest
 from umbp.cli import store_checks
 from umbp.cli.checks import Check
 from umbp.cli.listening import listening
+from umbp.cli.store.node import ENDINGS
 from umbp.cli.store_checks import check_store
 from umbp.options import Options, parse_options
 from umbp.store.base import ClusterStore, Outcome
@@ -328,6 +330,23 @@ class TestMooncake:
             mortal.kill()
             node.send_signal(signal.SIGTERM)
             assert node.wait(30) == 0
+        finally:
+            node.kill()
+            node.communicate()
+
+    def test_no_thread_of_a_node_takes_the_signal_that_is_to_end_it(self, master: Server) -> None:
+        """Whenever it comes: one that a thread doesn't block, while nobody waits for it, is the end."""
+        node = node_process(master.address, "--segment", str(NODE_BYTES))
+        try:
+            assert node.stdout is not None
+            node.stdout.readline()
+            taken = {
+                status.parent.name: [number.name for number in ENDINGS if not blocked >> (number - 1) & 1]
+                for status in Path(f"/proc/{node.pid}/task").glob("*/status")
+                for blocked in [int(re.findall(r"SigBlk:\s*(\w+)", status.read_text())[0], 16)]
+            }
+            assert len(taken) > 1
+            assert not any(taken.values()), taken
         finally:
             node.kill()
             node.communicate()

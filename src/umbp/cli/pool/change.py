@@ -7,7 +7,8 @@ import sys
 
 import click
 
-from umbp.cli.pool.places import AS_JSON, SIZE, found_path, in_folder, progress_of
+from umbp.cli.parameters import AS_JSON, SIZE
+from umbp.cli.pool.places import found_path, in_folder, progress_of
 from umbp.errors import ConfigError, SegmentError
 from umbp.kinds import format_size, nearest
 from umbp.pool import NamespaceUse, Pool, destroy_pool, inspect_pool

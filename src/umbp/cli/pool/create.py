@@ -7,7 +7,8 @@ import json
 import click
 
 from umbp._native import slot_bytes
-from umbp.cli.pool.places import AS_JSON, DEFAULT_DIR, SIZE, in_folder, path_of, progress_of
+from umbp.cli.parameters import AS_JSON, SIZE
+from umbp.cli.pool.places import DEFAULT_DIR, in_folder, path_of, progress_of
 from umbp.cli.pool.show import as_dict
 from umbp.errors import ConfigError
 from umbp.kinds import PAGE_BYTES, format_size

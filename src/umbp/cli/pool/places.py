@@ -1,47 +1,25 @@
-"""What the subcommands take: a pool's name and folder, sizes; and how they tell of slow work."""
+"""What the subcommands take, a pool's name and folder; and how they tell of slow work."""
 
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from umbp.errors import ConfigError
-from umbp.kinds import format_size, nearest, parse_size
+from umbp.kinds import format_size, nearest
 from umbp.options import OPTIONS, Options
 from umbp.pool import list_pools, pool_path
 from umbp.pool.memory import Progress
 
 DEFAULT_DIR = str(Options().pool_dir)
 REPORT_INTERVAL_S = 2.0
-
-if TYPE_CHECKING:
-    _ParamType = click.ParamType[int]
-else:
-    _ParamType = click.ParamType  # generic in newer versions only
-
-
-class SizeType(_ParamType):
-    """Bytes: a whole number, or a number with a unit."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        text = str(value)
-        try:
-            return int(text) if re.fullmatch(r"[0-9]{1,20}", text) else parse_size(text)
-        except ValueError as error:
-            self.fail(f"it {error}", param, ctx)
-
-
-SIZE = SizeType()
 
 
 def _absolute(ctx: click.Context, param: click.Parameter, value: str) -> str:
@@ -71,9 +49,6 @@ def in_folder(function: Callable[..., Any]) -> Callable[..., Any]:
         help="Folder of the pool's file, as pool_dir of the engines.",
     )
     return option(function)
-
-
-AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 
 
 def path_of(name: str, folder: str) -> str:

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from umbp.cli.pool.places import AS_JSON, found_path, in_folder
+from umbp.cli.parameters import AS_JSON
+from umbp.cli.pool.places import found_path, in_folder
 from umbp.kinds import format_size
 from umbp.pool import PoolFile, inspect_pool, list_pools
 
