@@ -182,6 +182,24 @@ def test_a_call_waits_for_a_thread_within_its_own_time_and_says_nothing_against_
     assert first.result() == [Outcome.MISS]
 
 
+def test_calls_one_after_another_have_the_same_thread(site: Site) -> None:
+    """Mooncake was a tenth slower where two took turns."""
+    gate = site.opened()
+    site.cluster.hang("exists")
+    calls = [gate.start(asks, 10.0) for _ in range(3)]
+    site.cluster.wait_hanging(3)
+    site.cluster.go_on()
+    assert [call.result() for call in calls] == [[Outcome.MISS]] * 3
+    connection = gate._keeper.current
+    assert connection is not None
+    idents = set()
+    for _ in range(20):
+        while len(connection._idle) < 3:
+            threading.Event().wait(0.001)
+        idents.add(gate.call(lambda store: threading.get_ident(), 10.0))
+    assert len(idents) == 1
+
+
 def test_a_queue_that_is_full_refuses(site: Site) -> None:
     gate = site.opened(GateLimits(most_threads=1, most_waiting=1))
     site.cluster.hang("exists")

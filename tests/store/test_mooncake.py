@@ -27,7 +27,7 @@ from umbp.store.mooncake import MooncakeStore
 from umbp.store.mooncake_metadata import metadata_trouble
 from umbp.store.mooncake_settings import MooncakeSettings
 from umbp.testing.stores.rig import StoreRig
-from umbp.testing.stores.servers import MortalMooncake, start_node
+from umbp.testing.stores.servers import MortalMooncake, start_master, start_node
 
 T = TypeVar("T")
 
@@ -124,23 +124,20 @@ def test_of_what_is_not_its_metadata_servers_fault_mooncakes_first_error_is_told
     assert mooncake_client.first_error(log) == "no such device"
 
 
-def test_ranges_under_way_are_bounded_and_whoever_finds_half_the_room_goes_with_that() -> None:
+def test_ranges_under_way_are_bounded_and_one_call_has_half_of_the_room() -> None:
     room = mooncake._Room(4, patience_s=0.01)
-    assert room.take(9) == 4
-    assert room.take(1) == 0
-    room.give_back(4)
-    assert room.take(1) == 1, "it hangs, perhaps"
-    assert room.take(4) == 3
-    room.give_back(3)
-    assert room.take(2) == 2
+    assert room.take(9) == 2
+    assert room.take(1) == 1, "the others may hang"
     assert room.take(2) == 0
     assert room.take(1) == 1
+    assert room.take(1) == 0
     room.audit()
     room.give_back(4)
     room.audit()
     room.give_back(1)
     with pytest.raises(InvariantError):
         room.audit()
+    assert mooncake._Room(1, patience_s=0.01).take(5) == 1
 
 
 def test_the_room_is_given_to_those_who_came_first() -> None:
@@ -153,7 +150,7 @@ def test_the_room_is_given_to_those_who_came_first() -> None:
         order.append(wanted)
         room.give_back(granted)
 
-    assert room.take(3) == 3
+    assert [room.take(2), room.take(1)] == [2, 1]
     with ThreadPoolExecutor(3) as threads:
         for place, wanted in enumerate((2, 1, 1)):
             threads.submit(take, wanted)
@@ -188,6 +185,76 @@ def test_the_operators_limits_of_time_are_kept(monkeypatch: pytest.MonkeyPatch) 
     mooncake_client.set_environment(1500)
     assert os.environ["MC_RPC_TIMEOUT_MS"] == "7"
     assert os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("given", "queue"), [(None, 4096), ("100", 100), ("", 1024), ("0", 1024), ("many", 1024), ("70000", 1024)]
+)
+def test_the_operators_queue_for_a_peer_is_kept_to(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, queue: int
+) -> None:
+    """Mooncake takes its own where the variable is no number from 1 to 65,535."""
+    monkeypatch.setenv(mooncake_client.QUEUED_RANGES, given or "")
+    if given is None:
+        monkeypatch.delenv(mooncake_client.QUEUED_RANGES)
+    mooncake_client.set_environment(1500)
+    assert mooncake_client.queue_of_ranges() == queue
+
+
+@pytest.mark.parametrize("queue", [None, "64"], ids=["our queue", "the operator's queue"])
+def test_no_object_fails_where_many_threads_move_as_many_as_one_call_takes(
+    cluster: MortalMooncake, monkeypatch: pytest.MonkeyPatch, queue: str | None
+) -> None:
+    monkeypatch.setenv(mooncake_client.QUEUED_RANGES, queue or "")
+    if queue is None:
+        monkeypatch.delenv(mooncake_client.QUEUED_RANGES)
+    threads, size = 4, 4096
+    rig = StoreRig(cluster.connect(), threads * mooncake.MOST_RANGES * size)
+
+    def move(thread: int) -> set[Outcome]:
+        keys = [f"{thread}-{number}" for number in range(mooncake.MOST_RANGES)]
+        first = rig.address + thread * len(keys) * size
+        at, sizes = [first + row * size for row in range(len(keys))], [size] * len(keys)
+        seen: set[Outcome] = set()
+        for _ in range(3):
+            for verb in (rig.store.put, rig.store.get):
+                seen.update(verb(keys, at, sizes))
+            rig.store.remove(keys)
+        return seen
+
+    with ThreadPoolExecutor(threads) as pool:
+        assert set().union(*pool.map(move, range(threads))) == {DONE}
+    rig.store.audit()
+    rig.store.close()
+
+
+@pytest.mark.slow
+def test_gets_go_on_beside_a_put_that_hangs(needs_mooncake: None, tmp_path: Path) -> None:
+    """Scenario: a node is silent while it is sent as much as one call takes."""
+    with contextlib.ExitStack() as ending:
+        master = start_master(tmp_path / "master.log")
+        ending.callback(master.kill)
+        ending.callback(start_node(master.address, 64 << 20, tmp_path / "node0.log").kill)
+        size, count = 4096, mooncake.MOST_RANGES
+        rig = StoreRig(MooncakeStore(MooncakeSettings(master=master.address)), 2 * count * size)
+        ending.callback(rig.store.close)
+        at, sizes = [rig.address + row * size for row in range(2 * count)], [size] * count
+        kept = [f"kept-{number}" for number in range(count)]
+        assert set(rig.store.put(kept, at[:count], sizes)) == {DONE}
+        silent = start_node(master.address, 512 << 20, tmp_path / "node1.log")
+        ending.callback(silent.kill)
+        silent.stop()
+        new = [f"new-{number}" for number in range(count)]
+        with ThreadPoolExecutor(1) as thread:
+            putting = thread.submit(rig.store.put, new, at[count:], sizes)
+            with contextlib.suppress(TimeoutError):
+                putting.result(timeout=0.5)
+            for _ in range(20):
+                assert set(rig.store.get(kept, at[:count], sizes)) == {DONE}
+            assert not putting.done(), "it should have hung"
+            silent.kill()
+            assert BROKEN in putting.result() or LATER in putting.result()
+        rig.store.audit()
 
 
 @pytest.mark.slow

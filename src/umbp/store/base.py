@@ -75,6 +75,11 @@ def for_each(outcomes: Sequence[Outcome], count: int) -> Sequence[Outcome]:
     return outcomes
 
 
+def are_done(outcomes: Sequence[Outcome]) -> bool:
+    """Whether all went well, which is asked of thousands, and mostly so."""
+    return outcomes.count(Outcome.DONE) == len(outcomes)
+
+
 @runtime_checkable
 class ClusterStore(Protocol):
     """One process's connection to a store. Threads may call it side by side.

@@ -97,12 +97,16 @@ class Call(Generic[T]):
         """Whether `result` would return or raise at once."""
         return self.is_settled or self._owner.is_overdue(self)
 
+    def wait(self) -> None:
+        """Return when it has ended, one way or the other."""
+        if not self.is_settled:
+            self._owner.wait_for(self)
+
     def result(self) -> T:
         """What the verb returned, waiting until the call's time is over; `StoreUnavailable` where it brought
         nothing.
         """
-        if not self.is_settled:
-            self._owner.wait_for(self)
+        self.wait()
         if self.why is not None:
             raise StoreUnavailable(self.name, self.why) from self.cause
         return self.value  # type: ignore[return-value] # it is the verb's own, None too

@@ -67,9 +67,11 @@ class Connection:
         self._came_back = came_back
         self._left = left
         self._threads = 0
-        self._idle = 0
+        self._idle: list[threading.Condition] = []
+        """What wakes each thread that waits. The last to come is the first to be woken: one call after
+        another has the same thread, whose core has at hand what it needs.
+        """
         self._has_own_thread = False
-        self._work = threading.Condition(lock)
         self._turn = threading.Condition(lock)
 
     # Under the lock
@@ -77,8 +79,8 @@ class Connection:
     def take(self, call: Call[Any]) -> None:
         """Have a thread of the crew begin this call as soon as one is free."""
         self.queue.append(call)
-        if len(self.queue) <= self._idle:
-            self._work.notify()
+        if self._idle:
+            self._idle.pop().notify()
         elif self._threads < self._most_threads:
             self._threads += 1
             try:
@@ -102,7 +104,8 @@ class Connection:
         been in it, and nobody will tell of leaving it.
         """
         self.is_retired = True
-        self._work.notify_all()
+        while self._idle:
+            self._idle.pop().notify()
         self._turn.notify()
         return self._has_own_thread
 
@@ -133,9 +136,10 @@ class Connection:
         return self.is_opened and self.store is not None and self.store.traits.recovers
 
     def audit(self) -> None:
-        if not len(self.running) + self._idle <= self._threads <= self._most_threads:
+        idle = len(self._idle)
+        if not len(self.running) + idle <= self._threads <= self._most_threads:
             raise InvariantError(
-                f"{self.name}: of {self._threads} threads {self._idle} are idle, {len(self.running)} inside"
+                f"{self.name}: of {self._threads} threads {idle} are idle, {len(self.running)} inside"
             )
         if any(call.is_settled or call.begun_at_s is not None for call in self.queue):
             raise InvariantError(f"{self.name}: a call waits that was begun or has ended")
@@ -164,13 +168,13 @@ class Connection:
 
     def _next(self) -> tuple[Call[Any], ClusterStore] | None:
         with self._lock:
+            wake = threading.Condition(self._lock)
             while not self.queue:
                 if self.is_retired:
                     self._threads -= 1
                     return None
-                self._idle += 1
-                self._work.wait()
-                self._idle -= 1
+                self._idle.append(wake)
+                wake.wait()
             call = self.queue.popleft()
             self.running[call] = None
             call.begin(self._clock())

@@ -36,6 +36,7 @@ from umbp.store.mooncake_client import (
     leave,
     own_address,
     package,
+    queue_of_ranges,
     require_library,
     require_listener,
     require_master,
@@ -54,12 +55,10 @@ from umbp.store.mooncake_codes import (
 from umbp.store.mooncake_settings import NAME, MooncakeSettings, read_mooncake_settings, require_room
 
 MOST_RANGES = 1024
-"""Ranges under way at once, over all threads: 2,048 fail now and then, 1,024 never did. One object is one
-range, whatever its size.
-"""
+"""Ranges of one call. One object is one range, whatever its size."""
 
-MOST_PUT = MOST_RANGES // 2
-"""Ranges of one call that puts: one that hangs leaves room for gets."""
+MOST_UNDER_WAY = 2 * MOST_RANGES
+"""Ranges of all threads at once, where as many may queue for one peer: others go on beside one that hangs."""
 
 TRAITS = {
     protocol: StoreTraits(
@@ -101,7 +100,7 @@ class MooncakeStore:
         self._client: Any = None
         self._inside = 0
         self._is_closed = False
-        self._room = _Room(MOST_RANGES, settings.timeout_ms / 1000)
+        self._room = _Room(MOST_RANGES, settings.timeout_ms / 1000)  # until `open` knows better
         self._where: dict[str, str] = {}
 
     @property
@@ -112,6 +111,7 @@ class MooncakeStore:
         settings = self._settings
         host = settings.local_hostname or own_address(settings.master)
         set_environment(settings.timeout_ms)
+        self._room = _Room(min(queue_of_ranges(), MOST_UNDER_WAY), settings.timeout_ms / 1000)
         require_master(settings)
         client = importlib.import_module(MODULE).MooncakeDistributedStore()
         code = client.setup(*setup_arguments(settings, host, self._segment_bytes))
@@ -156,13 +156,18 @@ class MooncakeStore:
         def put(client: Any, part: slice) -> Any:
             return client.batch_put_from(list(keys[part]), list(addresses[part]), list(sizes[part]))
 
-        return [outcome_of_put(code) for code in self._moved(put, len(keys), MOST_PUT)]
+        codes = self._moved(put, len(keys))
+        if not any(codes):
+            return [Outcome.DONE] * len(codes)
+        return [outcome_of_put(code) for code in codes]
 
     def get(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[Outcome]:
         def get(client: Any, part: slice) -> Any:
             return client.batch_get_into(list(keys[part]), list(addresses[part]), list(sizes[part]))
 
-        codes = self._moved(get, len(keys), MOST_RANGES)
+        codes = self._moved(get, len(keys))
+        if codes == list(sizes):
+            return [Outcome.DONE] * len(codes)
         outcomes = [outcome_of_get(code, size) for code, size in zip(codes, sizes, strict=True)]
         unfit = [place for place, code in enumerate(codes) if code == UNFIT]
         found = self._codes(len(unfit), lambda client: _sizes(client, [keys[place] for place in unfit]))
@@ -219,18 +224,19 @@ class MooncakeStore:
             if self._inside < 0 or (self._is_closed and not self._inside and self._client is not None):
                 raise InvariantError(f"{self._inside} calls are inside a store that is closed")
 
-    def _moved(self, call: Callable[..., Any], count: int, most: int) -> Sequence[int]:
-        """The codes of so many ranges, in as few calls of at most so many as there is room for."""
+    def _moved(self, call: Callable[..., Any], count: int) -> Sequence[int]:
+        """The codes of so many ranges, in as few calls as the room allows."""
         codes: list[int] = []
+        room = self._room
         while len(codes) < count:
-            granted = self._room.take(min(count - len(codes), most))
+            granted = room.take(count - len(codes))
             if not granted:
                 return [*codes, *[_NO_ROOM] * (count - len(codes))]
             part = slice(len(codes), len(codes) + granted)
             try:
                 codes += self._codes(granted, partial(call, part=part))
             finally:
-                self._room.give_back(granted)
+                room.give_back(granted)
         return codes
 
     def _codes(self, count: int, call: Callable[[Any], Sequence[int]]) -> Sequence[int]:
@@ -264,8 +270,8 @@ class MooncakeStore:
 
 
 class _Room:
-    """So many ranges may be under way. Whoever wants some waits for a while, behind those who came before,
-    until there is room for all of them, or for half of what the room has: he gets what there is then.
+    """So many ranges may be under way, of which one call takes half at the most. Whoever wants some waits for
+    a while until they fit, behind those who came before.
     """
 
     def __init__(self, most: int, patience_s: float) -> None:
@@ -277,15 +283,15 @@ class _Room:
 
     def take(self, wanted: int) -> int:
         """How many of them may go now, to be given back; 0: none, in all that time."""
-        least = min(wanted, self._most // 2)
+        wanted = min(wanted, max(self._most // 2, 1))
         place = object()
         with self._freed:
             self._line.append(place)
             fits = self._freed.wait_for(
-                lambda: self._line[0] is place and self._most - self._taken >= least, self._patience_s
+                lambda: self._line[0] is place and self._taken + wanted <= self._most, self._patience_s
             )
             self._line.remove(place)
-            granted = min(wanted, self._most - self._taken) if fits else 0
+            granted = wanted if fits else 0
             self._taken += granted
             self._freed.notify_all()  # the next one may fit as well
             return granted

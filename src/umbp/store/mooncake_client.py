@@ -104,9 +104,16 @@ def require_library() -> None:
         ) from None
 
 
+QUEUED_RANGES = "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"
+MOST_QUEUED = 4096
+MOONCAKES_OWN_QUEUE = 1024
+"""Where the variable isn't a number from 1 to 65,535."""
+
+
 def set_environment(timeout_ms: int) -> None:
     """What Mooncake reads when a client is set up. Seconds are the unit of what it knows of nodes."""
     wanted = {
+        QUEUED_RANGES: MOST_QUEUED,
         "MC_RPC_TIMEOUT_MS": timeout_ms,
         "MC_RPC_CONNECT_TIMEOUT_MS": timeout_ms,
         "MC_TCP_PROGRESS_TIMEOUT_SEC": math.ceil(timeout_ms / 1000),
@@ -114,6 +121,17 @@ def set_environment(timeout_ms: int) -> None:
     }
     for name, value in wanted.items():
         os.environ.setdefault(name, str(value))
+
+
+def queue_of_ranges() -> int:
+    """How many ranges wait for one peer over TCP and none fails, with the environment as it is: what doesn't
+    fit into the queue waits for a second to enter it.
+    """
+    try:
+        most = int(os.environ.get(QUEUED_RANGES, ""))
+    except ValueError:
+        return MOONCAKES_OWN_QUEUE
+    return most if 1 <= most <= 65535 else MOONCAKES_OWN_QUEUE
 
 
 _NO_ERRORS = ("Local segment descriptor not found", NOT_THERE_YET)

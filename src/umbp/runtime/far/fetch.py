@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,9 @@ moment."""
 FIRST_PAUSE_S = 0.001
 LONGEST_PAUSE_S = 0.02
 """How long to leave a slot that somebody else is filling, before looking again."""
+
+ASKED_S = 0.005
+"""How long a call that was begun is given to reach the store, before the interpreter does something else."""
 
 Rows = npt.NDArray[np.intp]
 
@@ -76,10 +80,11 @@ class Brought:
 
 @dataclass(frozen=True, slots=True)
 class _Get:
-    """A batch on its way: its rows, its turn, which ends when the store has answered, and the answer."""
+    """A batch on its way: its rows, its turn, whether the store is asked by now, and the answer."""
 
     part: slice
     turn: Turn
+    is_asked: threading.Event
     call: Call[Sequence[base.Outcome]]
 
 
@@ -210,7 +215,12 @@ class Fetcher:
         try:
             for part in batches(lengths, self._traits):
                 turn = self._turns.line_up()
-                if not turn.wait(deadline_s - self._clock()):
+                if len(gets) == self._traits.calls_at_once:
+                    # Its thread is free then, and takes this one.
+                    gets[0].call.wait()
+                    gets[0].turn.end()
+                has_waited_in_vain = bool(gets) and gets[0].call.why in (Why.SILENT, Why.BUSY)
+                if has_waited_in_vain or not turn.wait(deadline_s - self._clock()):
                     turn.end()
                     why = f"{LossReason.BUSY}: others were still fetching"
                     lost.update(dict.fromkeys(range(part.start, len(names)), why))
@@ -223,6 +233,8 @@ class Fetcher:
                     )
                 )
                 if len(gets) > self._traits.calls_at_once:
+                    # Else its thread waits for the interpreter until this one has published.
+                    gets[-1].is_asked.wait(ASKED_S)
                     lost |= self._end(names, tickets, is_done, gets.popleft())
             while gets:
                 lost |= self._end(names, tickets, is_done, gets.popleft())
@@ -256,12 +268,12 @@ class Fetcher:
         tickets: Tickets,
         deadline_s: float,
     ) -> _Get:
+        at, sizes = addresses.tolist(), lengths.tolist()
+        is_asked = threading.Event()
+
         def get(store: ClusterStore) -> Sequence[base.Outcome]:
-            try:
-                outcomes = store.get(names, addresses.tolist(), lengths.tolist())
-                return base.for_each(outcomes, len(names))
-            finally:
-                turn.end()
+            is_asked.set()
+            return base.for_each(store.get(names, at, sizes), len(names))
 
         def late(_: object) -> None:
             # Until now the store could write to these slots.
@@ -269,19 +281,22 @@ class Fetcher:
             with contextlib.suppress(SegmentError):
                 self._pool.abandon(tickets)
 
-        return _Get(part, turn, self._gate.start(get, max(deadline_s - self._clock(), 0.0), late))
+        return _Get(part, turn, is_asked, self._gate.start(get, max(deadline_s - self._clock(), 0.0), late))
 
     def _admit(
         self, names: Sequence[str], tickets: Tickets, outcomes: Sequence[base.Outcome]
     ) -> tuple[npt.NDArray[np.bool_], Mapping[int, str]]:
         """Publish what has come and is what it should be; why the rest isn't published."""
-        lost = {
-            row: f"{_REASONS[outcome]}: the store answered {outcome}"
-            for row, outcome in enumerate(outcomes)
-            if outcome is not base.Outcome.DONE
-        }
+        rows: Rows = np.arange(len(names))
+        lost: dict[int, str] = {}
+        if not base.are_done(outcomes):
+            lost = {
+                row: f"{_REASONS[outcome]}: the store answered {outcome}"
+                for row, outcome in enumerate(outcomes)
+                if outcome is not base.Outcome.DONE
+            }
+            rows = np.delete(rows, list(lost))
         damaged = [row for row in lost if outcomes[row] is base.Outcome.DAMAGED]
-        rows: Rows = np.delete(np.arange(len(names)), list(lost))
         arrived, own = tickets[rows], chosen(names, rows)
         if self._has_checksums:
             seals = self._pool.adopt_seal(arrived, own)

@@ -332,7 +332,7 @@ class Sender:
 
         def put(store: ClusterStore) -> Sequence[base.Outcome]:
             outcomes = base.for_each(store.put(names, addresses, sizes), len(names))
-            if all(outcome is base.Outcome.DONE for outcome in outcomes):
+            if base.are_done(outcomes):
                 # The next one need not wait until these slots are given back.
                 batch.turn.end()
             return outcomes
@@ -350,6 +350,10 @@ class Sender:
             has_failed = unavailable.why in (Why.SILENT, Why.BROKEN)
             return names, batch.offers.failed() if has_failed else batch.offers.unasked()
         self._settle(batch)
+        if base.are_done(outcomes):
+            self._counts.add("sent_objects", len(names))
+            self._counts.add("sent_bytes", int(lengths.sum()))
+            return (), batch.offers
         rows = [row for row, outcome in enumerate(outcomes) if outcome is not base.Outcome.DONE]
         left = [names[row] for row in rows]
         self._counts.add("sent_objects", len(names) - len(left))
