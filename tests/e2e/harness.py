@@ -362,6 +362,18 @@ class EngineProcess:
         metrics: dict[str, float] = self.call_child("metrics")
         return metrics
 
+    def shows(self, name: str, value: float, *, timeout_s: float = 30.0) -> bool:
+        """Whether a metric comes to this value. What ends behind a request's last step is told with a later
+        one, so small prompts are sent, each less than a block.
+        """
+        until_s = time.monotonic() + timeout_s
+        seeds = itertools.count()
+        while self.metrics()[name] != value:
+            if time.monotonic() >= until_s:
+                return False
+            self.generate(random_prompt(3, seed=next(seeds), max_tokens=2))
+        return True
+
     def call(self, function: str, *arguments: Any) -> Any:
         """Calls `module:function` in the child with vLLM's LLM first; with `is_in_process` that reaches the
         scheduler too, as `llm.llm_engine.engine_core.engine_core.scheduler`.

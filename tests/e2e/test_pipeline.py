@@ -62,7 +62,7 @@ def test_resetting_with_the_connector_forgets_on_every_stage(engine: EngineProce
     first = engine.generate(prompt)
     assert engine.reset_prefix_cache(with_connector=True)
     assert engine.generate(prompt).cached_tokens == 0
-    assert engine.metrics()["vllm:umbp_pool_objects"] == 2 * restorable(150) // BLOCK_TOKENS
+    assert engine.shows("vllm:umbp_pool_objects", 2 * restorable(150) // BLOCK_TOKENS)
     engine.poison()
     again = engine.generate(prompt)
     assert again.cached_tokens == restorable(150)
