@@ -1,6 +1,7 @@
 #include "copy/team.hpp"
 
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -48,13 +49,31 @@ struct Team::State {
   std::condition_variable wanted, finished;
   std::deque<Job*> jobs;
   std::vector<std::thread> helpers;
+  std::vector<pid_t> ids;  // of the helpers that have begun
   std::vector<u32> cores;
   u32 threads = 1;
+  int avoided = -1;  // the core that unbound helpers keep off
   bool is_closing = false;
+
+  // Keeps helpers that may run anywhere off the core of the thread that brings a job. Where all cores have
+  // something to do, as when engines poll, a thread that is woken often lands on the core of its waker, and
+  // the two take turns. Under the mutex.
+  void make_way() {
+    const int core = sched_getcpu();
+    if (!cores.empty() || core < 0 || core == avoided) return;
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set)) return;
+    CPU_CLR(core, &set);
+    if (!CPU_COUNT(&set)) return;
+    for (pid_t id : ids) (void)sched_setaffinity(id, sizeof set, &set);
+    avoided = core;
+  }
 
   void help() {
     bind_this_thread(cores);
     std::unique_lock<std::mutex> guard(mutex);
+    ids.push_back(gettid());
+    avoided = -1;
     for (;;) {
       wanted.wait(guard, [this] { return is_closing || !jobs.empty(); });
       if (jobs.empty()) return;
@@ -119,7 +138,10 @@ void Team::run(std::size_t count, std::size_t share, const Share& work) {
   {
     std::lock_guard<std::mutex> guard(state_->mutex);
     if (state_->is_closing) throw ConfigError("this copy engine has been closed");
-    if (is_shared) state_->jobs.push_back(&job);
+    if (is_shared) {
+      state_->jobs.push_back(&job);
+      state_->make_way();
+    }
   }
   if (is_shared) state_->wanted.notify_all();
   job.run();
