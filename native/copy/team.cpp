@@ -1,6 +1,7 @@
 #include "copy/team.hpp"
 
 #include <sched.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -51,7 +52,7 @@ struct Team::State {
   std::vector<std::thread> helpers;
   std::vector<pid_t> ids;  // of the helpers that have begun
   std::vector<u32> cores;
-  u32 threads = 1;
+  u32 threads = 1, working = 0;
   int avoided = -1;  // the core that unbound helpers keep off
   bool is_closing = false;
 
@@ -60,7 +61,7 @@ struct Team::State {
   // the two take turns. Under the mutex.
   void make_way() {
     const int core = sched_getcpu();
-    if (!cores.empty() || core < 0 || core == avoided) return;
+    if (!cores.empty() || working || core < 0 || core == avoided) return;
     cpu_set_t set;
     if (sched_getaffinity(0, sizeof set, &set)) return;
     CPU_CLR(core, &set);
@@ -72,7 +73,7 @@ struct Team::State {
   void help() {
     bind_this_thread(cores);
     std::unique_lock<std::mutex> guard(mutex);
-    ids.push_back(gettid());
+    ids.push_back(pid_t(syscall(SYS_gettid)));
     avoided = -1;
     for (;;) {
       wanted.wait(guard, [this] { return is_closing || !jobs.empty(); });
@@ -83,9 +84,11 @@ struct Team::State {
         continue;
       }
       job->users++;
+      working++;
       guard.unlock();
       job->run();
       guard.lock();
+      working--;
       if (--job->users == 0) finished.notify_all();
     }
   }

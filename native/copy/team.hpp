@@ -12,8 +12,8 @@ namespace umbp {
 class Team {
  public:
   // `threads` counts the caller's. Helpers run on `cores`, in turn where there are several; empty: wherever
-  // the thread that makes the team may run. What the system refuses is no error: without that core a helper
-  // is not bound, without that thread the team is smaller.
+  // the thread that brings a job may run, off its core. What the system refuses is no error: without that
+  // core a helper is not bound, without that thread the team is smaller.
   Team(u32 threads, std::vector<u32> cores);
   ~Team();
   Team(const Team&) = delete;

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 
+import numpy as np
 import pytest
 
-from umbp.transfer import CopyEngine
+from umbp.pool import CopyStatus, Pool
+from umbp.transfer import BlockRuns, CopyEngine
 from umbp.transfer.cores import free_cores, use_cores_too
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -75,3 +77,30 @@ def test_helpers_are_bound_and_the_caller_is_not() -> None:
             assert time.monotonic() < deadline_s, "a helper is not where it should be"
         assert engine.cores == (CORES[1],)
         assert os.sched_getaffinity(0) == set(CORES)
+
+
+@several_cores
+def test_helpers_that_are_bound_to_nothing_keep_off_the_core_of_whoever_brings_a_copy() -> None:
+    """Where all cores are busy they landed on it, and took turns with him."""
+    blocks, size = 16, 1 << 20
+    memory = np.ones((blocks, size), np.uint8)
+    runs = BlockRuns.from_columns([memory.ctypes.data], [size], [size], [0], blocks)
+    before = set(os.listdir("/proc/self/task"))
+    with (
+        Pool.create_memfd(32 << 20, slab_bytes=2 << 20, min_object_bytes=64) as pool,
+        CopyEngine(3) as engine,
+    ):
+        helpers = set(os.listdir("/proc/self/task")) - before
+        assert len(helpers) == 2
+        keys = [f"{number}" for number in range(blocks)]
+        tickets, _ = pool.reserve(pool.namespace("a"), keys, size)
+        deadline_s = time.monotonic() + WAIT_S
+        allowed: set[frozenset[int]] = set()
+        while {len(cores) for cores in allowed} != {len(CORES) - 1}:
+            assert time.monotonic() < deadline_s, f"helpers run on {allowed}"
+            statuses = engine.store(runs, np.arange(blocks), pool, tickets)
+            assert set(statuses.tolist()) == {CopyStatus.OK}
+            allowed = {frozenset(os.sched_getaffinity(int(each))) for each in helpers}
+        assert len(allowed) == 1
+        assert os.sched_getaffinity(0) == set(CORES)
+        pool.abandon(tickets)

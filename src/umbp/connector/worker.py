@@ -214,11 +214,11 @@ class WorkerSide:
     def collect(self) -> set[str]:
         """Requests whose asynchronous load has ended, well or not, since the last call; each exactly once."""
         self._waits_for_all = self._is_idle_step and self._can.local and self._has_short_transfers()
-        self._loads = [load for load in self._loads if not self._try_end(load, self._end_async_load)]
-        self._stores = [store for store in self._stores if not self._try_end(store, self._end_store)]
-        if self._is_idle_step and (self._loads or self._stores):
+        self._end_what_has_ended()
+        if self._is_idle_step and (self._loads or self._stores) and not self._finished_loads:
             # The engine steps on until these end: leave the processor to them for a moment.
             self._nap(IDLE_NAP_S)
+            self._end_what_has_ended()
         finished, self._finished_loads = self._finished_loads, set()
         return finished
 
@@ -255,6 +255,10 @@ class WorkerSide:
         return self._stats.take()
 
     # Inside
+
+    def _end_what_has_ended(self) -> None:
+        self._loads = [load for load in self._loads if not self._try_end(load, self._end_async_load)]
+        self._stores = [store for store in self._stores if not self._try_end(store, self._end_store)]
 
     def _has_short_transfers(self) -> bool:
         objects = sum(len(running.job.plans) for running in (*self._loads, *self._stores))

@@ -314,10 +314,10 @@ class Wanted:
 class SupportsPrepare(Protocol):
     """Capability `prepare`, scheduler: some answers take longer than a step may."""
 
-    def prepare(self, request_id: str, wanted: Sequence[Wanted]) -> bool:
+    def prepare(self, request_id: str, wanted: Sequence[Wanted], patience_s: float = 0.0) -> bool:
         """Whether lookups and holds of these blocks tell by now all that they can, for a while. False: it is
         being found out; ask again in the next step. True at the latest when `lookup_timeout_ms` have gone
-        since the first time, with what is known then. Never raises.
+        since the first time, with what is known then. It may wait for `patience_s`, no longer. Never raises.
 
         Blocks that weren't prepared lately may be missed, never more.
         """

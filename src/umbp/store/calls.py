@@ -46,7 +46,7 @@ class StoreUnavailable(StoreError):  # noqa: N818 # a state of the store, in the
 class Owner(Protocol):
     """What a call needs of its gate."""
 
-    def wait_for(self, call: Call[T]) -> None: ...
+    def wait_for(self, call: Call[T], patience_s: float) -> None: ...
 
     def give_up(self, call: Call[T]) -> None: ...
 
@@ -97,10 +97,10 @@ class Call(Generic[T]):
         """Whether `result` would return or raise at once."""
         return self.is_settled or self._owner.is_overdue(self)
 
-    def wait(self) -> None:
-        """Return when it has ended, one way or the other."""
+    def wait(self, patience_s: float = math.inf) -> None:
+        """Return when it has ended, one way or the other, or after so long."""
         if not self.is_settled:
-            self._owner.wait_for(self)
+            self._owner.wait_for(self, patience_s)
 
     def result(self) -> T:
         """What the verb returned, waiting until the call's time is over; `StoreUnavailable` where it brought

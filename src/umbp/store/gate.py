@@ -246,16 +246,18 @@ class StoreGate:
 
     # What a call needs of its gate
 
-    def wait_for(self, call: Call[T]) -> None:
+    def wait_for(self, call: Call[T], patience_s: float) -> None:
         with self._lock:
+            until_s = min(self._clock() + patience_s, call.deadline_s)
             while not call.is_settled:
                 now_s = self._clock()
                 if now_s >= call.deadline_s:
                     self._expire(call, now_s)
+                if now_s >= until_s:
                     return
                 if call.waiter is None:
                     call.waiter = threading.Condition(self._lock)
-                self._clock.wait(call.waiter, call.deadline_s)
+                self._clock.wait(call.waiter, until_s)
 
     def give_up(self, call: Call[T]) -> None:
         with self._lock:

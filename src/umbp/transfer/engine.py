@@ -69,8 +69,8 @@ class CopyEngine:
     """
 
     def __init__(self, threads: int, cores: Sequence[int] | None = None) -> None:
-        """`threads` counts the caller's own. The others run on any of `cores`; None or none: wherever the
-        calling thread may run.
+        """`threads` counts the caller's own. The others run on any of `cores`; None or none: wherever whoever
+        brings a copy may run, off his own core.
         """
         self._native = _native.CopyEngine(threads, np.array(cores or (), dtype=np.uint32))
 

@@ -278,6 +278,7 @@ class SchedulerSide:
         self._admitted = {}
         compat.straighten_copies(output)
         self._plan_stores(output, meta)
+        self._matcher.begin_step(is_idle=not meta.has_forward)
         if self._timer is not None and meta.has_forward:
             meta.timed_step = self._timer.begin(compat.prompt_tokens(output))
         return meta

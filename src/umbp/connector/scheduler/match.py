@@ -20,6 +20,11 @@ from umbp.connector.scheduler.state import Answer, Promise, RequestState
 from umbp.connector.scheduler.wait import Wait
 from umbp.connector.scheduler.worth import LoadWorth
 
+IDLE_PATIENCE_S = 0.002
+"""How long all answers together are waited for in a step of an engine that computes nothing: a store often
+answers sooner than the next step comes.
+"""
+
 
 class Matcher:
     """Answers "how many tokens beyond the engine's own hit?", and owns the promises that follow from it."""
@@ -55,6 +60,11 @@ class Matcher:
         self._worth = worth
         self._reads = reads
         self._owners = itertools.count()
+        self._patience_s = 0.0
+
+    def begin_step(self, *, is_idle: bool) -> None:
+        """The questions of the next step follow; `is_idle`: nobody's tokens wait for their answers."""
+        self._patience_s = IDLE_PATIENCE_S if is_idle else 0.0
 
     def match(self, state: RequestState, computed_tokens: int) -> int | None:
         """Tokens that can be loaded beyond `computed_tokens`; at least one token is left to compute. None:
@@ -142,7 +152,13 @@ class Matcher:
     def _is_prepared(self, state: RequestState, start: int, limit: int) -> bool:
         state.is_prepared = True
         wanted = self._finder.wanted(state.request.block_hashes, start, limit)
-        return self._pool.prepare(state.request.request_id, wanted)
+        if self._patience_s <= 0:
+            return self._pool.prepare(state.request.request_id, wanted)
+        begun_s = self._clock()
+        try:
+            return self._pool.prepare(state.request.request_id, wanted, self._patience_s)
+        finally:
+            self._patience_s -= self._clock() - begun_s
 
     @staticmethod
     def _still_serves(state: RequestState, start: int, limit: int) -> bool:

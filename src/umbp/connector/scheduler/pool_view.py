@@ -122,13 +122,13 @@ class PoolView:
         """Whether questions may take longer than a step: then `prepare` comes before them."""
         return self._can.prepare
 
-    def prepare(self, owner: str, wanted: Sequence[Wanted]) -> bool:
+    def prepare(self, owner: str, wanted: Sequence[Wanted], patience_s: float = 0.0) -> bool:
         """Whether all that can be told of these blocks is known by now; else to be asked again in the next
-        step. Each stage finds out by itself.
+        step. Each stage finds out by itself, and may wait so long.
         """
         if not self._can.prepare:
             return True
-        ready = [self._ask(partial(stage.prepare, owner, wanted), True) for stage in self._stages]
+        ready = [self._ask(partial(stage.prepare, owner, wanted, patience_s), True) for stage in self._stages]
         return all(ready)
 
     @property

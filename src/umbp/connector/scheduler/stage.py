@@ -66,10 +66,10 @@ class Stage:
         """Bytes of one block's objects on all ranks of the stage, as far as they were told."""
         return self._block_bytes[group_id]
 
-    def prepare(self, owner: str, wanted: Sequence[Wanted]) -> bool:
+    def prepare(self, owner: str, wanted: Sequence[Wanted], patience_s: float) -> bool:
         """Whether what can be told of these is known; the stage has no blocks of some groups."""
         own = [one for one in wanted if one.block_hashes and self.keeps(one.group_id)]
-        return not own or bool(self.handle.prepare(owner, own))
+        return not own or bool(self.handle.prepare(owner, own, patience_s))
 
     def present(self, group_id: int, hashes: Sequence[bytes]) -> int:
         """How many leading blocks of a cache group every rank has at this moment."""

@@ -106,10 +106,16 @@ class FarLookups:
         """Until when each answer counts; the first to expire stand first."""
         self._asks: dict[str, _Ask] = {}
 
-    def prepare(self, request_id: str, wanted: Sequence[Wanted], pools: Mapping[Rank, Pool]) -> bool:
-        """Whether all is known that can be by now of what the pools lack; False: ask again. The same question
-        of the same request is put to the store once, until the request is forgotten. Another one, while the
-        first is not answered, has what is left of its time.
+    def prepare(
+        self,
+        request_id: str,
+        wanted: Sequence[Wanted],
+        pools: Mapping[Rank, Pool],
+        patience_s: float = 0.0,
+    ) -> bool:
+        """Whether all is known that can be by now, or after so long, of what the pools lack; False: ask
+        again. The same question of the same request is put to the store once, until the request is forgotten.
+        Another one, while the first is not answered, has what is left of its time.
         """
         about = [_about(one) for one in wanted]
         ask = self._asks.get(request_id)
@@ -119,6 +125,8 @@ class FarLookups:
                 since_s = ask.since_s
             questions = [question for one in wanted if (question := self._question(one, pools)) is not None]
             ask = self._asks[request_id] = self._begin(about, questions, since_s)
+        if patience_s > 0 and ask.call is not None:
+            ask.call.wait(patience_s)
         return self._take_in(ask)
 
     def forget(self, request_id: str) -> None:

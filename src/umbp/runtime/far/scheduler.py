@@ -131,8 +131,8 @@ class DistributedSchedulerHandle(PoolSchedulerHandle):
         self._far_room.learn(extras.values())
         super().bind_workers(extras)
 
-    def prepare(self, request_id: str, wanted: Sequence[Wanted]) -> bool:
-        return self._lookups.prepare(request_id, wanted, self._binding.pools())
+    def prepare(self, request_id: str, wanted: Sequence[Wanted], patience_s: float = 0.0) -> bool:
+        return self._lookups.prepare(request_id, wanted, self._binding.pools(), patience_s)
 
     def unprepare(self, request_id: str) -> None:
         self._lookups.forget(request_id)

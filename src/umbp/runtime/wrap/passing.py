@@ -106,8 +106,8 @@ class PassingSchedulerHandle:
     def take_lost(self) -> Sequence[tuple[int, bytes]]:
         return self._inner.take_lost()
 
-    def prepare(self, request_id: str, wanted: Sequence[base.Wanted]) -> bool:
-        return self._inner.prepare(request_id, wanted)
+    def prepare(self, request_id: str, wanted: Sequence[base.Wanted], patience_s: float = 0.0) -> bool:
+        return self._inner.prepare(request_id, wanted, patience_s)
 
     def unprepare(self, request_id: str) -> None:
         self._inner.unprepare(request_id)
