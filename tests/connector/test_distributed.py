@@ -7,6 +7,7 @@ The engines check every byte in every step; the store is in memory, and hangs, b
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from scripted import BLOCK, ScriptedEngine, tokens
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.engine import FinishReason
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from seeds import seeds
 from umbp.pool import Pool
@@ -26,6 +27,7 @@ from umbp.testing.stores.memory import MemoryCluster, MemoryStore
 
 PROMPT = 10 * BLOCK + 3
 RANKS = pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
+LONG_S = 20.0
 WAYS = pytest.mark.parametrize("lookup_async", [True, False], ids=["beside", "within"])
 
 
@@ -55,6 +57,33 @@ def test_what_is_near_is_not_asked_for_far(start: Start, cluster: MemoryCluster)
     assert engine.restored_tokens() == 10 * BLOCK
     assert [store.calls.count("exists") for store in cluster.stores] == asked
     assert not any(store.calls.count("get") for store in cluster.stores)
+
+
+def test_an_idle_engine_waits_a_moment_for_the_answer_and_one_that_computes_does_not(
+    start: Start, cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step less, of which an engine that has nothing to compute makes one in some milliseconds."""
+    monkeypatch.setattr("umbp.connector.scheduler.match.IDLE_PATIENCE_S", LONG_S)
+    first, node = start()
+    first.run(tokens(PROMPT))
+    node.flush()
+    second, _ = start()
+    second.run(tokens(1))
+    request = second.add(tokens(PROMPT))
+    second.step()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    second.drain()
+    assert second.restored_tokens() == 10 * BLOCK
+    third, _ = start({"lookup_timeout_ms": 500})
+    third.add(tokens(1), 30)
+    third.step()
+    cluster.hang("exists")
+    third.add(tokens(PROMPT))
+    begun_s = time.monotonic()
+    third.step()
+    assert time.monotonic() - begun_s < LONG_S / 2
+    cluster.go_on()
+    third.drain()
 
 
 def test_what_was_fetched_is_near_the_next_time(start: Start, cluster: MemoryCluster) -> None:

@@ -5,7 +5,7 @@ nobody could then know whether blocks are still being written.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -85,6 +85,8 @@ class ThrowingWorkerHandle(PassingWorkerHandle):
 def worker(
     *verbs: str,
     naps: list[float] | None = None,
+    nap: Callable[[float], None] | None = None,
+    made: list[ThrowingRuntime] | None = None,
     clock: TickClock | None = None,
     local: bool = False,
     idle_wait_bytes: int = IDLE_WAIT_BYTES,
@@ -92,13 +94,15 @@ def worker(
     regions = [KVRegion("layer", 0, PAGE_BYTES, PAGE_BYTES, 0, 16)]
     runtime = ThrowingRuntime(ReferenceRuntime(), verbs)
     runtime.capabilities = Capabilities(local=local)
+    if made is not None:
+        made.append(runtime)
     side = WorkerSide(
         runtime,
         parse_options({}),
         UMBPNamespace("n"),
         RankTopology(),
         KVLayoutPlanner(regions),
-        nap=(naps if naps is not None else []).append,
+        nap=nap or (naps if naps is not None else []).append,
         clock=clock or TickClock(),
         idle_wait_bytes=idle_wait_bytes,
     )
@@ -165,6 +169,16 @@ def test_a_step_with_nothing_to_compute_leaves_the_processor_to_what_is_pending(
     side.start_loads(UMBPConnectorMetadata())
     assert side.collect() == set()
     assert naps == [IDLE_NAP_S], "a step that computes is not delayed"
+
+
+def test_what_ends_while_the_processor_is_left_to_it_is_told_in_the_same_step() -> None:
+    runtime: list[ThrowingRuntime] = []
+
+    def nap(seconds: float) -> None:
+        runtime[0].verbs = ()
+
+    side = worker("pending", nap=nap, made=runtime)
+    assert load_step(side) == {"r"}
 
 
 def test_a_step_with_nothing_to_compute_does_not_hold_up_arrivals_for_a_long_copy() -> None:

@@ -463,7 +463,7 @@ class CountedHash(bytes):
 
 
 def lookups_of(
-    rig: Rig, clock: TickClock, *, timeout_s: float = LONG_S, is_async: bool = False
+    rig: Rig, clock: Callable[[], float], *, timeout_s: float = LONG_S, is_async: bool = False
 ) -> FarLookups:
     return FarLookups(
         rig.gate(),
@@ -487,6 +487,18 @@ def test_a_request_whose_own_hit_grows_waits_for_one_answer(rig: Rig) -> None:
         assert not lookups.prepare("r", [Wanted(0, names[start:], is_chain=True)], pools)
     rig.cluster.wait_hanging(1)
     assert rig.cluster.stores[0].calls.count("exists") == 1
+
+
+def test_whoever_has_patience_gets_an_answer_that_comes_soon_at_once(rig: Rig) -> None:
+    lookups = lookups_of(rig, time.monotonic, is_async=True)
+    pools = {FIRST_RANK: rig.pool}
+    for number in range(20):
+        assert lookups.prepare(f"{number}", [Wanted(0, [bytes([number])], is_chain=True)], pools, LONG_S)
+    rig.cluster.hang("exists")
+    begun_s = time.monotonic()
+    assert not lookups.prepare("r", [Wanted(0, [b"another"], is_chain=True)], pools, 0.05)
+    assert time.monotonic() - begun_s >= 0.05
+    rig.cluster.go_on()
 
 
 def test_a_request_that_asks_something_else_again_and_again_waits_no_longer(rig: Rig) -> None:

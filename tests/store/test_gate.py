@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -198,6 +198,22 @@ def test_calls_one_after_another_have_the_same_thread(site: Site) -> None:
             threading.Event().wait(0.001)
         idents.add(gate.call(lambda store: threading.get_ident(), 10.0))
     assert len(idents) == 1
+
+
+def test_whoever_waits_for_a_moment_only_leaves_the_call_its_time(site: Site) -> None:
+    gate = site.opened()
+    site.cluster.hang("exists")
+    call = gate.start(asks, 10.0)
+    site.cluster.wait_hanging(1)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(call.wait, 1.0)
+        site.moved_until(waiting.done)
+        waiting.result()
+    assert not call.is_done
+    assert gate.is_well
+    site.cluster.go_on()
+    call.wait(1.0)
+    assert call.result() == [Outcome.MISS]
 
 
 def test_a_queue_that_is_full_refuses(site: Site) -> None:
