@@ -71,16 +71,13 @@ def umbp_standalone(folder: Path) -> Iterator[System]:
 
 @contextlib.contextmanager
 def umbp_distributed(folder: Path) -> Iterator[System]:
-    """A pool of each engine's own, and behind it the cluster, over TCP. What comes to a new engine comes into
-    memory that nobody has written yet, which costs more than the copy; so it is touched at the start.
-    """
+    """A pool of each engine's own, and behind it the cluster, over TCP."""
     with servers.mooncake_cluster(folder, 2 * POOL_BYTES) as master:
         options = {
             "mode": "distributed",
             "store": "mooncake",
             "store_options": {"master": master},
             "capacity_bytes": POOL_BYTES,
-            "dram_prefault": True,
         }
         yield System("UMBP, distributed", spec(connector=tuple(options.items())), outlives=True)
 

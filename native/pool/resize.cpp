@@ -17,6 +17,7 @@ namespace umbp {
 
 static constexpr u64 kPatienceNs = 2000000000ull;
 static constexpr u64 kFinishPatienceNs = 20000000ull;  // once what a dead resizer was at has been begun
+static constexpr u64 kHoldPatienceNs = 500000000ull;   // for who holds the size, as some do for milliseconds
 static constexpr u64 kPortionBytes = 256ull << 20;     // taken or given back between two holds of the lock,
 static constexpr u64 kPortionSlabs = 256;              // of so many slabs at most
 static constexpr u64 kLookBatch = 4096;                // slabs looked at in one hold
@@ -63,6 +64,7 @@ class Resizing {
                         " bytes), not " + std::to_string(p_.capacity_bytes));
     claim();
     try {
+      wait_for_holders();
       reap();
       settle();
       refuse_unless_enough_is_unused();
@@ -113,23 +115,37 @@ class Resizing {
  private:
   u32 mine() const { return lock_word(s_.process_slot(), s_.process_generation()); }
 
+  // Takes the role, which keeps new holders of the size off.
   void claim() {
     std::string why;
     with_lock([&](Objects&) {
-      const u32 other = living_resizer(s_), holder = living_size_holder(s_);
+      const u32 other = living_resizer(s_);
       if (s_.is_destroyed())
         why = "it has been destroyed";
       else if (other != kNil)
         why = "process " + std::to_string(s_.process(other).pid.load()) + " is resizing it";
-      else if (holder != kNil)
-        why = "process " + std::to_string(s_.process(holder).pid.load()) +
-              " has registered its memory with a device; end that process first, or make a new pool";
       else
         s_.header().resizer.store(mine());
       return 0;
     });
     if (!why.empty()) throw SegmentError(s_.name() + " can't be resized: " + why);
     crash_point();
+  }
+
+  void wait_for_holders() {
+    const u64 end_ns = monotonic_ns() + kHoldPatienceNs;
+    for (u32 holder = size_holder(); holder != kNil; holder = size_holder()) {
+      if (monotonic_ns() > end_ns)
+        throw SegmentError(s_.name() + " can't be resized: process " +
+                           std::to_string(s_.process(holder).pid.load()) +
+                           " has registered its memory with a device; end that process first, or make a new "
+                           "pool");
+      usleep(2000);
+    }
+  }
+
+  u32 size_holder() {
+    return with_lock([&](Objects&) { return living_size_holder(s_); });
   }
 
   // What the dead hold is in nobody's use.

@@ -176,8 +176,12 @@ class Options:
     dram_numa_node: int = _option(
         -1, Whole(-1, 1023, ""), "memory node of the pool; -1: the worker's own", modes=BUILT_IN_MODES
     )
-    dram_prefault: bool = _option(
-        False, Flag(), "touch all of the pool's memory at start", modes=BUILT_IN_MODES
+    dram_prefault: bool | None = _option(
+        None,
+        Flag(auto=True),
+        "map all of the pool's pages at the start; auto: in the background after it; false: at first use",
+        modes=BUILT_IN_MODES,
+        default='"auto"',
     )
     verify: str = _option(
         "far",

@@ -287,9 +287,14 @@ def test_a_value_of_the_wrong_kind_or_range_is_refused_by_the_options_name(name:
 
 
 def test_words_that_stand_for_the_default_are_taken() -> None:
-    words = {"key_namespace": "auto", "min_load_tokens": "measured", "dram_use_hugepages": "auto"}
+    words = {
+        "key_namespace": "auto",
+        "min_load_tokens": "measured",
+        "dram_use_hugepages": "auto",
+        "dram_prefault": "auto",
+    }
     options = parse_options(words)
-    assert (options.key_namespace, options.min_load_tokens, options.dram_use_hugepages) == (None, None, None)
+    assert [getattr(options, name) for name in words] == [None] * len(words)
 
 
 def test_a_misspelt_choice_is_refused_with_the_right_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 from thp import without_huge_pages
@@ -26,6 +27,9 @@ def said_at_start(caplog: pytest.LogCaptureFixture, **extra: object) -> list[log
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="vllm.umbp"):
         worker.register_buffers({"layer": FakeTensor.zeros((32, 4096))})
+        for thread in threading.enumerate():
+            if thread.name == "umbp-prefault":
+                thread.join(timeout=60)
     worker.close()
     return list(caplog.records)
 
@@ -44,7 +48,16 @@ def test_huge_pages_that_cannot_be_had_are_warned_of_once_where_they_were_asked_
     assert all("huge pages" in line and "works with small ones" in line for line in found)
 
 
-@pytest.mark.parametrize("extra", [{"dram_prefault": True}, {"dram_numa_node": 0}, {}])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"dram_prefault": True},
+        {"dram_prefault": "auto"},
+        {"dram_prefault": False},
+        {"dram_numa_node": 0},
+        {},
+    ],
+)
 def test_what_can_be_had_is_said_without_a_warning(
     caplog: pytest.LogCaptureFixture, extra: dict[str, object]
 ) -> None:
@@ -54,7 +67,12 @@ def test_what_can_be_had_is_said_without_a_warning(
     assert warnings(records) == [] or "Operation not permitted" in warnings(records)[0]
     lines = [record.getMessage() for record in records]
     assert any("the pool's memory: taken in" in line for line in lines)
-    assert any("mapped the pool's pages in" in line for line in lines) == ("dram_prefault" in extra)
+    mapped = [line for line in lines if "mapped the pool's pages" in line]
+    if extra.get("dram_prefault") is False:
+        assert mapped == []
+    else:
+        (line,) = mapped
+        assert ("in the background" in line) == (extra.get("dram_prefault") is not True)
 
 
 @pytest.mark.parametrize("extra", [{"mode": "embedded"}, {"mode": "standalone", "pool": "p"}])

@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from umbp.data import EngineTopology, KVLayoutDescriptor, RankTopology, UMBPNamespace
 from umbp.errors import ConfigError, SegmentError, UMBPError
 from umbp.options import parse_options
-from umbp.pool import Pool
+from umbp.pool import MemoryPolicy, Pool
 from umbp.pool.sharing import pool_path
 from umbp.runtime import named_pool
 from umbp.runtime.base import (
@@ -376,6 +377,49 @@ def test_a_pool_that_goes_is_missed_and_one_that_comes_is_used(
         pool.audit()
         assert pool.stats()["pinned"] == 0
         assert pool.stats()["objects"] == 4
+    rig.close()
+
+
+def mapped(folder: Path) -> int:
+    """Bytes of the pool's file that are mapped in this process, by all its attachments."""
+    total, is_inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if not line.split()[0].endswith(":"):
+            is_inside = str(folder) in line
+        elif is_inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def until_mapped() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "umbp-prefault":
+            thread.join(timeout=60)
+
+
+@pytest.mark.parametrize("prefault", [True, "auto", False])
+def test_the_pages_of_the_pool_that_stays_are_mapped_and_of_each_that_comes(
+    folder: Path, prefault: bool | str, clock: TickClock
+) -> None:
+    """Scenario: the pages were mapped for the attachment that made the pool, which is closed at once."""
+    rig = rig_on(folder, dram_prefault=prefault, dram_use_hugepages=False)
+    until_mapped()
+    capacity = 8 << 20
+    assert (mapped(folder) >= capacity) == (prefault is not False)
+    path = Path(pool_path(folder, "p"))
+    with Pool.attach(path) as pool:
+        pool.destroy()
+    (rank,) = rig.ranks
+    cast(SupportsUsage, rank.worker).usage()
+    for leaving in cast(Any, rank.worker)._storer.unfinished():
+        leaving.result(timeout=60)
+    Pool.create(
+        path, capacity, slab_bytes=64 << 10, min_object_bytes=1024, memory=MemoryPolicy(hugepages=False)
+    ).close()
+    clock.advance(named_pool.LOOK_AGAIN_S)
+    cast(SupportsUsage, rank.worker).usage()
+    until_mapped()
+    assert (mapped(folder) >= capacity) == (prefault is not False)
     rig.close()
 
 

@@ -21,9 +21,6 @@ from umbp.errors import ConfigError
 Progress = Callable[[int, int], None]
 """Hears how many bytes are done, of how many."""
 
-PORTION_BYTES = 256 << 20
-"""What is mapped between two words of progress."""
-
 HUGE_PATIENCE_S = 0.25
 HUGE_PATIENCE_S_PER_GIB = {None: 0.25, True: 4.0}
 """How long the kernel may take to make huge pages, by whether they were asked for by name. It takes 0.06 s a
@@ -165,16 +162,6 @@ def node_share(address: int, size: int, node: int) -> float | None:
     spots = np.linspace(0, size - 1, min(NODE_SAMPLES, max(1, size // 4096))).astype(np.uint64)
     found = [each for each in _native.nodes_of(spots + np.uint64(address)) if each >= 0]
     return found.count(node) / len(found) if found else None
-
-
-def prefault(address: int, size: int, progress: Progress | None = None) -> str:
-    """Map a range's pages in this process, by portions; empty, or why the kernel can't."""
-    for done in range(0, size, PORTION_BYTES):
-        if progress is not None:
-            progress(done, size)
-        if error := _native.populate(address + done, min(PORTION_BYTES, size - done)):
-            return os.strerror(error)
-    return ""
 
 
 def _share(part: int, whole: int) -> str:

@@ -6,7 +6,7 @@ their descendants in the eviction order.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Literal, Self, TypeAlias
@@ -19,7 +19,8 @@ from umbp.errors import ConfigError, SegmentError
 from umbp.pool.allocation import refuse_unless_it_fits, while_it_fits
 from umbp.pool.handle import PoolHandle, boot_id
 from umbp.pool.limits import memory_limits, refuse_over_limit
-from umbp.pool.memory import MemoryPolicy, MemoryReport, Progress, own_node, prefault, report_of
+from umbp.pool.memory import MemoryPolicy, MemoryReport, Progress, own_node, report_of
+from umbp.pool.prefault import BackgroundPrefault, prefault
 from umbp.pool.sharing import NO_QUOTA, NamespaceUse, group_id
 
 Tickets = npt.NDArray[np.uint64]
@@ -47,6 +48,7 @@ class Pool:
         self.native = native
         self.memory = memory
         """What became of the memory policy, in the process that made the pool."""
+        self._prefault: BackgroundPrefault | None = None
 
     # Making and finding pools
 
@@ -161,6 +163,8 @@ class Pool:
 
     def close(self) -> None:
         """Leaves the pool; pins and reservations still held are returned. Closing twice is fine."""
+        if self._prefault is not None:
+            self._prefault.close()
         self.native.close()
 
     def __enter__(self) -> Self:
@@ -235,6 +239,18 @@ class Pool:
                 return next(filter(None, reasons), "")
         except SegmentError as error:
             return str(error)
+
+    def prefault_in_background(
+        self, told: Callable[[str, float], None], *, enter: Callable[[], None] | None = None
+    ) -> None:
+        """Map all of the arena's pages in this process, on a thread that ends with it or with `close`.
+
+        `told` hears of the end, unless the pool was closed or destroyed before: why not all is mapped, or
+        nothing, and the seconds it took. `enter` is called first on the thread.
+        """
+        if self._prefault is None:
+            self._prefault = BackgroundPrefault(self, told, enter)
+            self._prefault.start()
 
     # The life of a pool in a file
 

@@ -162,7 +162,7 @@ class OwnPool:
             memory=memory_policy(self._options),
             progress=progress_log("taking the pool's memory"),
         )
-        settle_memory(pool, self._options)
+        settle_memory(pool, self._options, pool.memory)
         # The options themselves are said once an engine, by its scheduler.
         logger.info(
             "UMBP: %s of host memory for %d blocks of %s; %s for all %d workers of this engine",

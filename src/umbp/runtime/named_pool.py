@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 
 from umbp.errors import SegmentError, UMBPError
 from umbp.kinds import format_size
@@ -34,15 +35,17 @@ class NamedPool:
         quota: float | None = None,
         lock_patience_s: float,
         object_bytes: int = 0,
+        found_again: Callable[[Pool], None] | None = None,
     ) -> None:
         """`quota`, if given, becomes the namespace's share of the pool; `object_bytes` is the largest object
-        that must fit.
+        that must fit; `found_again` hears of each pool that comes after the one `attach` found.
         """
         self.path = path
         self._namespace = namespace
         self._quota = quota
         self._lock_patience_s = lock_patience_s
         self._object_bytes = object_bytes
+        self._found_again = found_again
         self._clock = self.CLOCK
         self._found: tuple[Pool, int] | None = None
         self._next_look_s = float("-inf")
@@ -103,6 +106,8 @@ class NamedPool:
             logger.info(
                 "UMBP: the pool %s is there again, of %s", self.path, format_size(pool.capacity_bytes)
             )
+            if self._found_again is not None:
+                self._found_again(pool)
 
     def _is_due(self) -> bool:
         now = self._clock()

@@ -40,7 +40,7 @@ from umbp.runtime.lane import Lane
 from umbp.runtime.mover import Moved, ObjectMover, settle
 from umbp.runtime.moves import GroupRuns, Move
 from umbp.transfer import Engine, engine_for
-from umbp.transfer.cores import free_cores, use_cores_too
+from umbp.transfer.cores import use_free_cores
 
 logger = logging.getLogger("vllm.umbp")
 
@@ -134,8 +134,8 @@ class PoolWorkerHandle:
         """Held, so that no copy reads or writes memory that was freed."""
         self._engine: Engine | None = None
         self._mover: ObjectMover | None = None
-        self._loader = Lane("umbp-load", _use_free_cores)
-        self._storer = Lane("umbp-store", _use_free_cores)
+        self._loader = Lane("umbp-load", use_free_cores)
+        self._storer = Lane("umbp-store", use_free_cores)
         self._far = far
         self._far_loads = None if far is None else FarLoads(far, self._loader)
         self._leaving: list[threading.Thread] = []
@@ -421,8 +421,3 @@ def _store(mover: ObjectMover, fence: object, tickets: dict[str, int], move: Mov
     moved = mover.store(move, fence)
     tickets.update(mover.unpublished(move.keys))
     return moved
-
-
-def _use_free_cores() -> None:
-    """Threads of a worker that is pinned would run where its forward does, and nowhere else."""
-    use_cores_too(free_cores())

@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from umbp.data import BlockIdentityCodec, KVLayoutDescriptor, Rank, RankTopology, UMBPNamespace
@@ -32,7 +33,7 @@ from umbp.runtime.embedded import (
 )
 from umbp.runtime.moves import GroupRuns
 from umbp.runtime.named_pool import NamedPool
-from umbp.runtime.pool_memory import memory_policy, progress_log, settle_memory
+from umbp.runtime.pool_memory import map_in_background, memory_policy, progress_log, settle_memory
 from umbp.runtime.pool_scheduler import PoolSchedulerHandle
 from umbp.runtime.pool_worker import LOCK_PATIENCE_S, PoolWorkerHandle
 
@@ -186,12 +187,13 @@ class SharedKeeper:
             quota=options.namespace_quota if "namespace_quota" in options.given else None,
             lock_patience_s=LOCK_PATIENCE_S,
             object_bytes=max(groups.object_sizes),
+            found_again=partial(map_in_background, options=options),
         )
         with _turn_to_create(Path(self._path).parent):
             made = None if os.path.exists(self._path) else self._create(groups)
             found, _ = pool.attach()
         self._pool = pool
-        settle_memory(made or found, options)
+        settle_memory(found, options, None if made is None else made.memory)
         self._tell(found, groups, made is not None)
         if made is not None:
             made.close()

@@ -39,6 +39,11 @@ def use_cores_too(cores: Collection[int]) -> None:
             os.sched_setaffinity(0, os.sched_getaffinity(0) | set(cores))
 
 
+def use_free_cores() -> None:
+    """The calling thread may run on the free cores too: for threads that work beside the engine's."""
+    use_cores_too(free_cores())
+
+
 def _pinned_children(pid: int, around: set[int]) -> set[int]:
     """What the process's children are pinned to: the other ranks' workers compute there."""
     taken: set[int] = set()
