@@ -335,7 +335,9 @@ class TestMooncake:
             node.communicate()
 
     def test_no_thread_of_a_node_takes_the_signal_that_is_to_end_it(self, master: Server) -> None:
-        """Whenever it comes: one that a thread doesn't block, while nobody waits for it, is the end."""
+        """Whenever it comes: one that a thread doesn't block, while nobody waits for it, is the end. (The
+        kernel shows the first thread's as not blocked while that waits for them.)
+        """
         node = node_process(master.address, "--segment", str(NODE_BYTES))
         try:
             assert node.stdout is not None
@@ -344,8 +346,9 @@ class TestMooncake:
                 status.parent.name: [number.name for number in ENDINGS if not blocked >> (number - 1) & 1]
                 for status in Path(f"/proc/{node.pid}/task").glob("*/status")
                 for blocked in [int(re.findall(r"SigBlk:\s*(\w+)", status.read_text())[0], 16)]
+                if status.parent.name != str(node.pid)
             }
-            assert len(taken) > 1
+            assert taken
             assert not any(taken.values()), taken
         finally:
             node.kill()
