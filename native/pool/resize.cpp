@@ -138,8 +138,8 @@ class Resizing {
       if (monotonic_ns() > end_ns)
         throw SegmentError(s_.name() + " can't be resized: process " +
                            std::to_string(s_.process(holder).pid.load()) +
-                           " has registered its memory with a device; end that process first, or make a new "
-                           "pool");
+                           " has registered its memory with a device, or maps all of it just now; end that "
+                           "process first, or make a new pool");
       usleep(2000);
     }
   }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -222,3 +224,21 @@ def test_a_child_that_closes_the_pool_leaves_the_parents_thread_alone(make: Make
     assert os.waitpid(child, 0)[1] == 0
     go.set()
     assert heard.reason() == ""
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.004, 0.008, 0.012, 0.02, 0.03])
+def test_an_interpreter_ends_well_while_pages_are_mapped(after_s: float) -> None:
+    """Scenario: the thread came back from the kernel when the interpreter had gone, and all aborted."""
+    code = f"""
+import threading
+from umbp.pool import Pool
+pool = Pool.create_memfd(512 << 20, slab_bytes=16 << 20, min_object_bytes=1 << 20)
+entered = threading.Event()
+pool.prefault_in_background(lambda why, taken_s: None, enter=entered.set)
+entered.wait()
+threading.Event().wait({after_s})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -7,6 +7,7 @@ memory from its host page by page. Mapped by the kernel in a row they cost a fra
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -60,9 +61,12 @@ class BackgroundPrefault:
         self._thread = threading.Thread(target=self._run, name="umbp-prefault", daemon=True)
 
     def start(self) -> None:
+        # An interpreter that ends while a thread is in the kernel aborts when that comes back.
+        atexit.register(self.close)
         try:
             self._thread.start()
         except RuntimeError:
+            atexit.unregister(self.close)
             self._told("the system has no thread for it", 0.0)
 
     def close(self) -> None:
@@ -74,6 +78,12 @@ class BackgroundPrefault:
             self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._map()
+        finally:
+            atexit.unregister(self.close)
+
+    def _map(self) -> None:
         if self._enter is not None:
             self._enter()
         begun_s, at, why = time.monotonic(), 0, ""
